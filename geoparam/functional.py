@@ -185,6 +185,7 @@ class _Weight(torch.autograd.Function):
 def _weight(
     latitude: Tensor, r: Tensor | None = None, natural: bool = False, dtype: Type = None
 ) -> Tensor:
+    _refuse_onnx()
     _check_shapes(latitude, r)
     if _in_forward_mode():
         raise RuntimeError(
@@ -198,6 +199,7 @@ def _weight(
 def _weight_fake(
     latitude: Tensor, r: Tensor | None = None, natural: bool = False, dtype: Type = None
 ) -> Tensor:
+    _refuse_onnx()
     _check_shapes(latitude, r)
     size = (*latitude.shape[:-1], latitude.shape[-1] + 1)
     return latitude.new_empty(size, dtype=dtype or result_type(latitude, r))
@@ -224,6 +226,14 @@ def _weight_backward_fake(
 ) -> tuple[Tensor, Tensor]:
     like_r = latitude if r is None else r
     return latitude.new_empty(latitude.shape), like_r.new_empty(latitude.shape[:-1])
+
+
+def _refuse_onnx() -> None:
+    if torch.onnx.is_in_onnx_export():
+        raise ValueError(
+            "ONNX has no operator for weights that are computed from angles: fold the model first "
+            "(geoparam.fold_), and export the plain one."
+        )
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

@@ -52,14 +52,14 @@ class Graph:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
-        users: list[dict[int, None]] = [{} for _ in nodes]
         self._calls: dict[str, list[int]] = {}
+        users: list[dict[int, None]] = [{} for _ in nodes]  # a set in order
         for index, node in enumerate(nodes):
             for source in node.inputs:
                 users[source][index] = None
             if node.name is not None:
                 self._calls.setdefault(node.name, []).append(index)
-        self.users = [tuple(found) for found in users]
+        self.users = [tuple(readers) for readers in users]
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -82,11 +82,12 @@ class Graph:
         It is if it reads the bare output of this layer, channels in dim 1, and neither is used in
         another place: a BatchNorm there can be folded into the layer and removed.
         """
-        numbers = [call.norm for call in self.calls(layer)]
-        norms = [None if number is None else self.nodes[number] for number in numbers]
+        norms = []
+        for call in self.calls(layer):
+            norms.append(None if call.norm is None else self.nodes[call.norm])
         is_same = len({norm and (norm.op, norm.name) for norm in norms}) == 1
-        exclusive = all(self._is_exclusive(layer, norm) for norm in norms)
-        return norms[0] if is_same else None, exclusive
+        is_exclusive = all(self._is_exclusive(layer, norm) for norm in norms)
+        return norms[0] if is_same else None, is_exclusive
 
     def calls(self, layer: str) -> list[Call]:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
@@ -98,7 +99,7 @@ class Graph:
         ValueError where one factor per channel does not pass: sums, norms, activations, max
         pooling, the output, a next layer that mixes the channels or is used for other inputs too.
         """
-        found: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         reached: dict[str, list[int]] = {}
         stack = [(i, _number_channels(self.nodes[i])) for i in self._layer_calls(layer)]
         while stack:
@@ -109,19 +110,19 @@ class Graph:
                 node = self.nodes[user]
                 passed = _carry(node, channels)
                 if passed is None:
-                    step = " ".join(filter(None, (node.op, node.name)))
-                    raise ValueError(f"a sign of {layer!r} does not pass {step}")
+                    step = f"{node.op} {node.name or ''}".strip()
+                    raise ValueError(f"the sign of {layer!r} cannot be moved past {step}")
                 if node.kind != "layer":
                     stack.append((user, passed))
                     continue
                 name = node.name or ""
                 reached.setdefault(name, []).append(user)
-                if not torch.equal(found.setdefault(name, passed), passed):
+                if not torch.equal(received.setdefault(name, passed), passed):
                     raise ValueError(f"{name!r} gets the channels of {layer!r} in several orders")
         for name, calls in reached.items():
             if name == layer or sorted(calls) != self._calls[name]:
                 raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
-        return found
+        return received
 
     def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
@@ -130,21 +131,25 @@ class Graph:
         return calls
 
     def _names(self, indices: Iterable[int]) -> tuple[str, ...]:
-        nodes = [self.nodes[i] for i in indices]
-        return tuple(dict.fromkeys(n.name or "" for n in nodes if n.kind == "layer"))
+        names: dict[str, None] = {}  # a set in order
+        for index in indices:
+            if self.nodes[index].kind == "layer":
+                names[self.nodes[index].name or ""] = None
+        return tuple(names)
 
     def _ends(
         self, order: Iterable[int], near: Sequence[tuple[int, ...]], end: str
     ) -> tuple[str, ...]:
         """Return the layers that reach `end` along `near` without another layer in between."""
-        reach: set[int] = set()
-        between: set[int] = set()
+        reaching: set[int] = set()
+        behind_layers: set[int] = set()
         for index in order:
-            if self.nodes[index].kind == end or not reach.isdisjoint(near[index]):
-                reach.add(index)
-            if any(i in between or self.nodes[i].kind in WEIGHTED for i in near[index]):
-                between.add(index)
-        return self._names(sorted(reach - between))
+            if self.nodes[index].kind == end or not reaching.isdisjoint(near[index]):
+                reaching.add(index)
+            for neighbour in near[index]:
+                if neighbour in behind_layers or self.nodes[neighbour].kind in WEIGHTED:
+                    behind_layers.add(index)
+        return self._names(sorted(reaching - behind_layers))
 
     def _call(self, layer: int) -> Call:
         norm: int | None = None
@@ -168,10 +173,18 @@ class Graph:
         if norm is None or norm.name is None:
             return False
         calls = self._calls[layer]
-        nodes = [self.nodes[i] for i in calls]
-        read = [i for call in self._calls[norm.name] for i in self.nodes[call].inputs]
-        paired = sorted(read) == calls and all(len(self.users[i]) == 1 for i in calls)
-        return paired and all(len(n.shape) + (n.channel or 0) == 1 for n in nodes)
+        read_by_norm: list[int] = []
+        for index in self._calls[norm.name]:
+            read_by_norm += self.nodes[index].inputs
+        if sorted(read_by_norm) != calls:
+            return False
+
+        for index in calls:
+            node = self.nodes[index]
+            has_channels_in_dim_1 = len(node.shape) + (node.channel or 0) == 1
+            if len(self.users[index]) != 1 or not has_channels_in_dim_1:
+                return False
+        return True
 
 
 def _number_channels(node: Node) -> Tensor:
@@ -196,12 +209,15 @@ def _carry(node: Node, channels: Tensor) -> Tensor | None:
         return channels if channels.shape == node.shape else None
     if node.op == "mean" and node.func is not None:
         kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
-        low, high = (f(channels, *node.args, **kwargs) for f in (torch.amin, torch.amax))
+        low = torch.amin(channels, *node.args, **kwargs)
+        high = torch.amax(channels, *node.args, **kwargs)
         return low if torch.equal(low, high) else None
-    if node.kind == "average" and (pool := re.search(r"pool(\d)d$", node.op)):
+    pool = re.search(r"pool(\d)d$", node.op)
+    if node.kind == "average" and pool is not None:
         dims = int(pool[1])
         pooled = _drop_constant_dims(channels, channels.ndim - dims)
-        return pooled if pooled is None else pooled[(...,) + (None,) * dims].expand(node.shape)
+        if pooled is not None:
+            return pooled[(...,) + (None,) * dims].expand(node.shape)
     return None
 
 

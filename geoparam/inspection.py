@@ -35,6 +35,12 @@ def strip_wrappers(name: str, *others: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
 
 
+def refuse_non_model(model: object, call: str) -> None:
+    """Raise where something else was given in a model's place; `call` shows the arguments."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{call} takes a model, an nn.Module; got a {type(model).__name__}.")
+
+
 def refuse_unready(model: nn.Module) -> None:
     """Raise where a layer has no shape yet, or is scripted and shows no steps."""
     refuse_lazy(model)
@@ -77,30 +83,37 @@ def full_tensor(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def group_by_memory(labelled: Iterable[tuple[Tensor, Label]]) -> Iterator[list[Label]]:
-    """Yield the labels of tensors in groups that have memory in common."""
-    group: list[Label] = []
-    before, end = "", 0
+def group_by_memory(labelled: Iterable[tuple[Tensor, Label]]) -> list[list[Label]]:
+    """Return the labels of tensors in groups that have memory in common."""
     spans = [(_find_span(tensor), label) for tensor, label in labelled]
-    for (device, start, last), label in sorted(spans, key=lambda pair: pair[0]):
-        if group and (device != before or start > end):
-            yield group
-            group, end = [], 0
-        group.append(label)
-        before, end = device, max(end, last)
-    yield group
+    spans.sort(key=lambda pair: pair[0])
+
+    groups: list[list[Label]] = []
+    group_device, group_end = "", -1
+    for (device, start, last), label in spans:
+        overlaps = device == group_device and start <= group_end
+        if not groups or not overlaps:
+            groups.append([])
+            group_device, group_end = device, -1
+        groups[-1].append(label)
+        group_end = max(group_end, last)
+    return groups
 
 
 def _find_span(tensor: Tensor) -> tuple[str, int, int]:
     """Return a tensor's device, and the addresses of its first and last byte."""
     try:
-        if start := tensor.data_ptr():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            elements = 1 + sum((n - 1) * step for n, step in steps)
-            return str(tensor.device), start, start + elements * tensor.element_size() - 1
+        start = tensor.data_ptr()
+        strides = tensor.stride()
     except (RuntimeError, ValueError):  # lazy, nested, or a subclass that wraps tensors
-        pass
-    return "", id(tensor), id(tensor)  # no memory, as on meta: the object itself stands for it
+        start = 0
+    if not start:  # no memory, as on meta: the object itself stands for it
+        return "", id(tensor), id(tensor)
+
+    elements = 1
+    for size, stride in zip(tensor.shape, strides, strict=True):
+        elements += (size - 1) * stride
+    return str(tensor.device), start, start + elements * tensor.element_size() - 1
 
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
@@ -163,7 +176,9 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.callback(_put_back, _replace_by_copies(model))
+        contents: dict[int, tuple[Any, Any]] = {}
+        stack.callback(_put_back, contents)
+        _replace_by_copies(model, contents)
         stack.callback(reshard, model)
         for module in model.modules():  # not model.eval(), which may be made to do more
             module.training = False
@@ -177,36 +192,35 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _replace_by_copies(model: nn.Module) -> list[tuple[Any, Any]]:
+def _replace_by_copies(model: nn.Module, contents: dict[int, tuple[Any, Any]]) -> None:
     """Let a run write to copies of the tensors and arrays that modules hold.
 
-    Return each container (a module's attributes, and their lists and dicts) and its contents.
+    Each container (a module's attributes, and their lists and dicts) is noted in `contents`, by
+    its id, with what it held.
     """
-    kept: dict[int, tuple[Any, Any]] = {}  # modules may share containers
-    copies: dict[int, Any] = {}  # and tensors
+    copies: dict[int, Any] = {}  # modules may share tensors
     for module in model.modules():
         attributes = vars(module)
         containers = [value for value in attributes.values() if type(value) in CONTAINERS]
         for container in (attributes, *containers):
-            if id(container) in kept or container is module._parameters:
+            if id(container) in contents or container is module._parameters:
                 continue
-            kept[id(container)] = container, container.copy()
+            contents[id(container)] = container, container.copy()
             entries = enumerate(container) if isinstance(container, list) else container.items()
             for key, value in list(entries):
                 if isinstance(value, np.ndarray):
                     container[key] = copies.setdefault(id(value), value.copy())
                 elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     container[key] = copies.setdefault(id(value), Tensor.clone(value))
-    return list(kept.values())
 
 
-def _put_back(kept: list[tuple[Any, Any]]) -> None:
-    for container, contents in kept:
+def _put_back(contents: dict[int, tuple[Any, Any]]) -> None:
+    for container, held in contents.values():
         container.clear()
         if isinstance(container, list):
-            container.extend(contents)
+            container.extend(held)
         else:
-            container.update(contents)
+            container.update(held)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

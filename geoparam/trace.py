@@ -72,6 +72,14 @@ Watch = Mapping[Step, Sequence[Callable[[Tensor], None]]]
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
+class Run(NamedTuple):
+    """One run of a model: its steps, its outputs, and the ids of tensors it computed with."""
+
+    graph: Graph
+    outputs: list[Tensor]
+    reads: set[int]
+
+
 def trace(
     model: nn.Module,
     inputs: Tensor | Sequence | Mapping[str, object] = (),
@@ -100,18 +108,35 @@ def trace(
         >>> norm.name, exclusive
         ('1', True)
     """
+    return record_run(model, inputs, kwargs, watch).graph
+
+
+def record_run(
+    model: nn.Module,
+    inputs: Tensor | Sequence | Mapping[str, object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    watch: Watch | None = None,
+) -> Run:
+    """Run `model` as `trace` does, and return its outputs and reads too."""
     refuse_unready(model)
     with inspection_mode(model):
         args, kwargs = arguments_of(model, inputs, **(kwargs or {}))
         recorder = _Recorder(model, watch or {})
         for tensor in _find_tensors((*args, *kwargs.values())):
-            is_index = not (tensor.is_floating_point() or tensor.is_complex())
-            kind = "index" if is_index and tensor.dtype != torch.uint8 else "input"  # or an image
+            kind = "index" if _is_index(tensor) else "input"
             recorder.write(Node(kind, kind), [tensor])
         with recorder.hook_modules(model), recorder:
             result = model(*args, **kwargs)
-    recorder.write(Node("output", "output", inputs=_sources(recorder.read((result,)))), [])
-    return Graph(recorder.nodes)
+
+    sources = _sources(recorder.read((result,)))
+    recorder.write(Node("output", "output", inputs=sources), [])
+    return Run(Graph(recorder.nodes), list(tensors_in(result)), recorder.reads)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    """Return whether an input chooses entries, as tokens do; bytes may be an image."""
+    has_values = tensor.is_floating_point() or tensor.is_complex()
+    return not has_values and tensor.dtype != torch.uint8
 
 
 def is_tracing() -> bool:
@@ -132,12 +157,19 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
         ('2',)
     """
     copies = tuple(_find_frozen_copies(model))
-    own = [(n, m) for n, m in model.named_modules() if n and not n.startswith(copies)]
-    layers = [(n, m) for n, m in own if _step(m).kind == "layer"]
-    first = len(layers) - 1
-    while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
-        first -= 1
-    return tuple(name for name, _ in layers[max(first, 0) :])
+    layers = []
+    for name, module in model.named_modules():
+        if name and not name.startswith(copies) and _step(module).kind == "layer":
+            layers.append((name, module))
+    if not layers:
+        return ()
+
+    heads = [layers[-1]]
+    for name, module in reversed(layers[:-1]):
+        if not _are_beside(module, layers[-1][1]):
+            break
+        heads.insert(0, (name, module))
+    return tuple(name for name, _ in heads)
 
 
 def _find_frozen_copies(model: nn.Module) -> Iterator[str]:
@@ -145,12 +177,18 @@ def _find_frozen_copies(model: nn.Module) -> Iterator[str]:
     for prefix, parent in model.named_modules():
         if prefix and isinstance(parent, nn.Sequential | nn.ModuleList):
             continue  # a stack of equal blocks, the last of which may be frozen
-        parts = {n: m for n, m in parent.named_children() if list(m.children())}
-        shapes = {n: [p.shape for p in part.parameters()] for n, part in parts.items()}
-        trained = [n for n, m in parts.items() if any(p.requires_grad for p in m.parameters())]
-        for n in parts:
-            if n not in trained and shapes[n] in [shapes[t] for t in trained]:
-                yield f"{prefix}.{n}.".lstrip(".")
+        trained_shapes, frozen_shapes = [], {}
+        for name, part in parent.named_children():
+            if next(part.children(), None) is None:
+                continue
+            shapes = [p.shape for p in part.parameters()]
+            if any(p.requires_grad for p in part.parameters()):
+                trained_shapes.append(shapes)
+            else:
+                frozen_shapes[name] = shapes
+        for name, shapes in frozen_shapes.items():
+            if shapes in trained_shapes:
+                yield f"{prefix}.{name}.".lstrip(".")
 
 
 def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
@@ -178,6 +216,7 @@ class _Recorder(TorchFunctionMode):
         self.watched = {number for number, _, _ in watch}
         self.seen: Tensor | None = None  # by the next step, if that is watched
         self.nodes: list[Node] = []
+        self.reads: set[int] = set()  # ids of the tensors that functions computed with
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
         self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
         self.owner = WeakTensorKeyDictionary()  # parameter, or made of parameters alone -> name
@@ -186,58 +225,82 @@ class _Recorder(TorchFunctionMode):
             self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
         for name, module in model.named_modules():
             if isinstance(getattr(type(module), "weight", None), property):  # a GmP layer
-                self.owner.update(
-                    dict.fromkeys(module.parameters(recurse=False), f"{name}.weight")
-                )
+                for parameter in module.parameters(recurse=False):
+                    self.owner[parameter] = f"{name}.weight"
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if self.calls:
-            return func(*args, **kwargs)
+        if self.calls:  # inside of a known module
+            result = func(*args, **kwargs)
+            self.note_reads(func, _find_tensors((*args, *kwargs.values())), result)
+            return result
+
         read = self.see(args, kwargs)
         result = func(*args, **kwargs)
+        self.note_reads(func, [r.tensor for r in read], result)
         if func is F.multi_head_attention_forward:
             self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
-        else:
-            # A division with rounding is not linear.
-            op = "round" if kwargs.get("rounding_mode") else _op(func)
-            node = self.classify(op, read)
-            own = {name: value for name, value in kwargs.items() if name != "input"}
-            if len(read) == 1 and read[0].tensor is (args[0] if args else kwargs.get("input")):
-                node = replace(node, func=func, args=args[1:], kwargs=own)
-            self.record(node, read, result)
+            return result
+
+        # A division with rounding is not linear.
+        op = "round" if kwargs.get("rounding_mode") else _op(func)
+        node = self.classify(op, read)
+        options = {name: value for name, value in kwargs.items() if name != "input"}
+        first = args[0] if args else kwargs.get("input")
+        if len(read) == 1 and read[0].tensor is first:
+            node = replace(node, func=func, args=args[1:], kwargs=options)
+        self.record(node, read, result)
         return result
 
+    def note_reads(self, func: Callable, tensors: Sequence[Tensor], result: object) -> None:
+        """Note what was computed with; reading a shape or dtype does not count."""
+        is_attribute = getattr(func, "__name__", "") == "__get__"
+        if not is_attribute or isinstance(result, Tensor):
+            self.reads.update(map(id, tensors))
+
     def classify(self, op: str, read: list[_Read]) -> Node:
+        """Return what a function is: a layer if it multiplies with a parameter, and so on."""
         kind, sources = OPS.get(op, "other"), _sources(read)
         owned = [r.tensor for r in read if r.tensor in self.owner]
-        if kind == "linear" and owned and sources:
-            weight = self.owner[max(owned, key=lambda tensor: tensor.ndim)]
-            return Node("layer", op, weight.removesuffix(".weight"), channel=CHANNEL.get(op))
+        if kind == "linear":
+            if owned and sources:
+                weight = self.owner[max(owned, key=lambda tensor: tensor.ndim)]
+                return Node("layer", op, weight.removesuffix(".weight"), channel=CHANNEL.get(op))
+            return Node("other", op)
         if kind in ("norm", "embedding") and owned:
             return Node(kind, op, self.owner[owned[0]].rpartition(".")[0])
-        if kind == "arithmetic" and len(sources) > 1 and op in ("add", "sub"):
-            return Node("sum", op)
-        commutes = op in ("add", "mul")
-        if kind == "arithmetic" and len(sources) == 1 and (commutes or read[0].sources):
-            return Node("scale", op)
-        return Node("other" if kind in ("linear", "arithmetic") else kind, op)
+        if kind == "arithmetic":
+            commutes = op in ("add", "mul")
+            if len(sources) > 1 and op in ("add", "sub"):
+                return Node("sum", op)
+            if len(sources) == 1 and (commutes or read[0].sources):
+                return Node("scale", op)
+            return Node("other", op)
+        return Node(kind, op)
 
-    def attention(self, given: Mapping, result: object) -> None:
-        sources = _sources(self.read([given[name] for name in ("query", "key", "value")]))
-        inner = []
-        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-            if (weight := given.get(name)) is not None:
-                shape = torch.Size((*given["query"].shape[:-1], len(weight)))
-                inner.append(len(self.nodes))
-                owner = self.owner.get(weight, "").removesuffix(".weight")
-                self.write(Node("layer", "linear", owner, sources, shape, -1), [])
-        self.write(Node("other", "attention", inputs=tuple(inner)), [])
-        out = self.owner.get(given["out_proj_weight"], "").removesuffix(".weight")
-        made, mixed = [*tensors_in(result)], len(self.nodes) - 1
-        self.write(Node("layer", "linear", out, (mixed,), made[0].shape, -1), made)
+    def attention(self, arguments: Mapping, result: object) -> None:
+        """Record torch's attention as input projections, the attention and the output layer."""
+        inputs = [arguments[name] for name in ("query", "key", "value")]
+        sources = _sources(self.read(inputs))
+        projections = []
+        for key in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            weight = arguments.get(key)
+            if weight is None:
+                continue
+            shape = torch.Size((*arguments["query"].shape[:-1], len(weight)))
+            projections.append(len(self.nodes))
+            self.write(Node("layer", "linear", self.layer_of(weight), sources, shape, -1), [])
+
+        self.write(Node("other", "attention", inputs=tuple(projections)), [])
+        mixed = len(self.nodes) - 1
+        outputs = list(tensors_in(result))
+        layer = self.layer_of(arguments["out_proj_weight"])
+        self.write(Node("layer", "linear", layer, (mixed,), outputs[0].shape, -1), outputs)
+
+    def layer_of(self, weight: Tensor) -> str:
+        return self.owner.get(weight, "").removesuffix(".weight")
 
     @contextmanager
     def hook_modules(self, model: nn.Module) -> Iterator[None]:
@@ -245,7 +308,7 @@ class _Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 node = _step(module)
-                if node.kind:
+                if node.kind:  # else its inside is traced
                     leave = partial(self.leave, replace(node, name=name, is_call=True))
                     enter = module.register_forward_pre_hook(self.enter, with_kwargs=True)
                     stack.callback(enter.remove)
@@ -285,22 +348,28 @@ class _Recorder(TorchFunctionMode):
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Record a call that made or changed a tensor; of constants, only their owner."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
-        made = [t for t in _find_tensors((result,)) if all(t is not r.tensor for r in read)]
-        made += changed
-        sources = _sources(read)
-        if not made or node.kind == "constant":
+        results = [t for t in _find_tensors((result,)) if all(t is not r.tensor for r in read)]
+        results += changed
+        if not results or node.kind == "constant":
             return
-        if node.kind == "same" and not (made[0].is_floating_point() or made[0].is_complex()):
-            node = replace(node, kind="other")  # integers: values are rounded
-        if sources or node.kind == "layer":
-            self.write(replace(node, inputs=sources, shape=made[0].shape), made, changed)
-            return
-        owners = [self.owner[r.tensor] for r in read if r.tensor in self.owner]
-        for tensor in made if owners else ():
-            self.owner[tensor] = owners[0]
 
-    def write(self, node: Node, made: Sequence[Tensor], changed: Sequence[Tensor] = ()) -> None:
-        for tensor in made:
+        has_digits = results[0].is_floating_point() or results[0].is_complex()
+        if node.kind == "same" and not has_digits:
+            node = replace(node, kind="other")  # integers: values are rounded
+
+        sources = _sources(read)
+        if sources or node.kind == "layer":
+            self.write(replace(node, inputs=sources, shape=results[0].shape), results, changed)
+            return
+
+        owners = [self.owner[r.tensor] for r in read if r.tensor in self.owner]
+        if owners:
+            for tensor in results:
+                self.owner[tensor] = owners[0]
+
+    def write(self, node: Node, results: Sequence[Tensor], changed: Sequence[Tensor] = ()) -> None:
+        """Add a step with what it computed, and what it changed in place."""
+        for tensor in results:
             self.origin[tensor] = (len(self.nodes), _version(tensor))
         for tensor in changed:
             self.writer[_base(tensor)] = len(self.nodes)
@@ -319,23 +388,25 @@ def _step(module: nn.Module) -> Node:
     one that only has the name, or the base class, of a known one.
     """
     op = type(module).__name__.lower().removesuffix("activation")
-    leaf = next(module.children(), None) is None
-    weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
-    size = getattr(module, "kernel_size", ())
-    layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return Node("embedding", op)
+
+    is_leaf = next(module.children(), None) is None
     home = (type(module).forward.__module__ or "").partition(".")[0]  # fx writes code without one
     is_known = home in KNOWN and "forward" not in vars(module)
-    is_norm = leaf and "norm" in op and not isinstance(module, LAYERS)
+    is_norm = is_leaf and "norm" in op and not isinstance(module, LAYERS)
     if is_norm and (is_known or not isinstance(module, NORMS)):
         return Node("norm", op)
-    if leaf and op in ACTIVATIONS and is_known:
+    if is_leaf and is_known and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])
-    matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1
+
     # A weight that is a property is computed: our own layers, torch's parametrizations.
-    if matrix or isinstance(module, LAYERS) or isinstance(weight, property):
-        return layer
+    weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
+    is_matrix = is_leaf and isinstance(weight, Tensor) and weight.ndim > 1
+    if is_matrix or isinstance(module, LAYERS) or isinstance(weight, property):
+        kernel = getattr(module, "kernel_size", ())
+        positions = len(kernel) if isinstance(kernel, tuple) else 0
+        return Node("layer", op, channel=-1 - positions)
     return Node("", op)
 
 
@@ -354,6 +425,8 @@ def _find_tensors(values: Sequence) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
+        elif isinstance(value, tuple | list):  # as a kernel's size is
+            tensors += _find_tensors(value)
         elif not isinstance(value, NUMBERS):
             tensors += tensors_in(value)
     return tensors

@@ -1,15 +1,17 @@
 """Put a network under geometric parameterization: one line, the same function.
 
-`convert_` lets `plan` look at the whole model first, and then replaces one layer after the other,
-so that no second copy of the model is in memory. A layer without activation computes
-r (u^T x + lam) = w^T x + b, so that conversion is exact, whatever follows it.
+`convert_` lets `plan` look at the whole model first, and then replaces one layer after the other.
+The old layers are kept until the end: after an error they are put back.
+
+A layer without activation computes r (u^T x + lam) = w^T x + b, so that conversion is exact,
+whatever follows it.
 """
 
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,37 +23,26 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import (
+    Candidate,
     Decision,
     Inputs,
     Plan,
+    Request,
+    Weights,
     absorb_norm,
-    affine_of,
-    kind_of,
-    module_name,
-    plan,
+    decide,
+    find_candidates,
 )
 from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.norm import MOMENTUM
-from geoparam.trace import Filter, trace
+from geoparam.trace import Filter, record_run
 
 log = logging.getLogger("geoparam")
 
 LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How layers are built; `means` has each layer's input mean and its number of batches."""
-
-    coordinates: Name
-    natural: bool
-    init: Init | None
-    weights: Literal["geometric", "plain"]
-    momentum: float | None
-    means: Mapping[str, tuple[Tensor, int]]
 
 
 class RemovedNorm(nn.Module):
@@ -69,6 +60,7 @@ class RemovedNorm(nn.Module):
         super().__init__()
         for name, child in norm.named_children():
             self.add_module(name, child)
+        # Not registered: the norm and the layer are no part of this module's state.
         self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
         self.layer_type = old.weight.dtype
         self.offset_learned = self.offset_learns()
@@ -94,7 +86,7 @@ def convert_(
     init: Init | None = None,
     norm: Literal["imn"] | None = None,
     pretrained: bool = False,
-    weights: Literal["geometric", "plain"] = "geometric",
+    weights: Weights = "geometric",
     momentum: float | None = MOMENTUM,
     example_inputs: Inputs | None = None,
     calibration: Inputs | Iterable[Inputs] | None = None,
@@ -134,34 +126,55 @@ def convert_(
         >>> type(model[0]).__name__, type(model[3]).__name__
         ('GmPConv2d', 'Linear')
     """
-    decided = plan(
-        model, filter_fn, init=init, norm=norm, weights=weights, example_inputs=example_inputs
-    )
+    request = Request(filter_fn, init, norm, weights)
+    request.check(model, example_inputs)
     if weights == "plain" and (coordinates is not None or natural):
         raise ValueError(
             "coordinates and natural say how directions are stored, and with weights='plain' none "
             "are: give coordinates to GeometricOptimizer instead."
         )
-    if norm == "imn" and init is None and (advice := _find_misuse(model, decided, pretrained)):
+
+    candidates = find_candidates(model)
+    means = _InputMeans(candidates if norm == "imn" and init is None else {})
+    run = None
+    if example_inputs is not None:
+        with means.gather(is_active=calibration is None):
+            run = record_run(model, example_inputs)
+
+    decided = decide(model, candidates, request, None if run is None else run.graph)
+    for advice in _find_advice(model, decided, request, pretrained):
         warnings.warn(advice, stacklevel=2)
-    if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
-        warnings.warn(advice, stacklevel=2)
-    # A list of example_inputs is one call's arguments; a calibration list is of batches.
-    batches = [example_inputs] if calibration is None else calibration
-    means = _measure_input_means(model, decided, batches) if init is None else {}
-    options = Options(coordinates or "angles", natural, init, weights, momentum, means)
-    # Plain weights are written to in place.
-    names = [d.name for d in decided.decisions if d.converted and weights == "plain"]
+    if init is None:
+        centred = [d.name for d in decided.converted if d.norm and d.input_norm]
+        if centred and calibration is not None:
+            means.run(model, calibration)
+        means.check(centred)
+
+    builder = _Builder(coordinates or "angles", natural, init, weights, momentum, means)
+    changed: list[Tensor] = []
+    if weights == "plain":  # which are written to in place
+        for decision in decided.converted:
+            changed += model.get_submodule(decision.name).parameters()
+    pairs = _build_pairs(model, candidates, decided, builder)
     model = replace_checked(
-        model,
-        _build_pairs(model, decided, options),
-        example_inputs,
-        "converted",
-        changed=[p for name in names for p in model.get_submodule(name).parameters()],
-        same=init is None,
+        model, pairs, example_inputs, run, "converted", changed=changed, same=init is None
     )
     log.info("%s", decided)
     return model
+
+
+def _find_advice(
+    model: nn.Module, decided: Plan, request: Request, pretrained: bool
+) -> Iterator[str]:
+    """Yield what a caller of norm="imn" should know before training."""
+    if request.norm is None:
+        return
+    if request.init is None:
+        advice = _find_misuse(model, decided, pretrained)
+    else:
+        advice = _find_new_keys(model, decided)
+    if advice is not None:
+        yield advice
 
 
 def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | None:
@@ -173,9 +186,7 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
             "subtracted. To train from scratch with input means in every layer, pass "
             "init='glorot'; else leave out norm."
         )
-    norms: list[Any] = [model.get_submodule(name) for name in names]
-    states = [t for norm in norms for t in (norm.running_mean, norm.running_var - 1)]
-    if pretrained or any(t.is_meta or t.any() for t in states):
+    if pretrained or any(_has_statistics(model.get_submodule(name)) for name in names):
         return None
     return (
         "norm='imn' keeps the function that this model has in evaluation, and its BatchNorms have "
@@ -184,135 +195,179 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
     )
 
 
+def _has_statistics(norm: Any) -> bool:
+    """Return whether a BatchNorm's mean and variance are others than a new one's, 0 and 1."""
+    if norm.running_mean.is_meta:
+        return True
+    return bool(norm.running_mean.any()) or bool((norm.running_var - 1).any())
+
+
 def _find_new_keys(model: nn.Module, decided: Plan) -> str | None:
     """Say which layers will not fold to the keys they have, nor will a norm after them."""
-    found = []
+    without_keys = []
     for d in decided.decisions:
         if d.norm:
             has_keys = model.get_submodule(d.norm).running_mean is not None
         else:
             gets_bias = d.converted and (d.input_norm or decided.weights == "plain")
             has_keys = not gets_bias or model.get_submodule(d.name).bias is not None
-        found += [] if has_keys else [d.name]
-    if not found:
+        if not has_keys:
+            without_keys.append(d.name)
+    if not without_keys:
         return None
     return (
-        f"{len(found)} layers, {found[0]!r} first, will not fold to the keys they have, so that "
-        "the original will not load the folded model: the mean of a layer's input folds into its "
-        "own bias, or into a BatchNorm after it that has running statistics. Give these layers a "
-        "bias, or leave them out with filter_fn."
+        f"{len(without_keys)} layers, {without_keys[0]!r} first, will not fold to the keys they "
+        "have, so that the original will not load the folded model: the mean of a layer's input "
+        "folds into its own bias, or into a BatchNorm after it that has running statistics. Give "
+        "these layers a bias, or leave them out with filter_fn."
     )
+
+
+class _InputMeans:
+    """The mean of each layer's input, summed up while the model runs."""
+
+    def __init__(self, candidates: Mapping[str, Candidate]) -> None:
+        self.layers = {c.name: c.module for c in candidates.values() if c.is_plain}
+        self.sums: dict[str, Tensor] = {}
+        self.counts: Counter[str] = Counter()
+        self.batches = 0
+
+    @contextmanager
+    def gather(self, is_active: bool = True) -> Iterator[None]:
+        """Add the inputs of one run."""
+        with ExitStack() as hooks:
+            if is_active:
+                for name, layer in self.layers.items():
+                    hook = partial(self._add, name)
+                    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+                    hooks.callback(handle.remove)
+            yield
+        self.batches += is_active
+
+    def run(self, model: nn.Module, batches: Any) -> None:
+        """Run the model on one batch, or on each of a list or other iterable of batches."""
+        is_one = isinstance(batches, Tensor | tuple | Mapping)
+        for batch in [batches] if is_one else batches:
+            with self.gather():
+                record_run(model, batch)  # evaluation, no gradients, nothing left behind
+
+    def _add(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> None:
+        channel = -1 - len(getattr(layer, "kernel_size", ()))
+        with torch._C.DisableTorchFunction():  # what is computed here is no step of the model
+            x = [*args, *kwargs.values()][0].detach().double().movedim(channel, 0).flatten(1)
+            self.sums[name] = self.sums.get(name, 0) + x.sum(dim=1)
+            self.counts[name] += x.shape[1]
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the mean of a layer's input; None where nothing was gathered."""
+        return self.sums[name] / self.counts[name] if self.counts[name] else None
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise where a layer has no finite mean."""
+        for name in names:
+            mean = self.get(name)
+            if mean is None or not (mean.is_meta or mean.isfinite().all()):
+                raise ValueError(
+                    f"calibration gives no finite mean for the input of {name!r}: there are no "
+                    "batches, they are empty or hold NaN, or the layer's weight is used without "
+                    "calling the layer."
+                )
 
 
 def _build_pairs(
-    model: nn.Module, decided: Plan, options: Options
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    decided: Plan,
+    builder: "_Builder",
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each module that goes, and the one that takes its place."""
-    modules = dict(model.named_modules())
-    for decision in reversed(decided.decisions):  # children before the attention that holds them
-        if decision.converted:
-            old = modules.pop(module_name(decision.name, modules))
-            norm = modules[decision.norm] if decision.norm else None
-            new = _build_replacement(old, decision, norm, options)
-            if norm is not None:
-                yield norm, RemovedNorm(norm, old, new)
-            yield old, new
+    by_layer = {candidate.name: candidate for candidate in candidates.values()}
+    for decision in reversed(decided.converted):  # children before the attention that holds them
+        candidate = by_layer[decision.name]
+        norm = model.get_submodule(decision.norm) if decision.norm else None
+        new = builder.build(candidate, decision, norm)
+        if norm is not None:
+            yield norm, RemovedNorm(norm, candidate.module, new)
+        yield candidate.module, new
 
 
-def _measure_input_means(
-    model: nn.Module, decided: Plan, batches: Any
-) -> dict[str, tuple[Tensor, int]]:
-    """Return the input mean of each layer that absorbs a norm, and of how many batches it is."""
-    names = [d.name for d in decided.decisions if d.norm and d.input_norm]
-    if not names:
-        return {}
-    sums: dict[str, Tensor] = {}
-    counts: Counter[str] = Counter()
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the layers of a converted model."""
 
-    def add(name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> None:
-        channel = -1 - len(getattr(layer, "kernel_size", ()))
-        x = [*args, *kwargs.values()][0].detach().double().movedim(channel, 0).flatten(1)
-        sums[name] = sums.get(name, 0) + x.sum(dim=1)
-        counts[name] += x.shape[1]
+    coordinates: Name
+    natural: bool
+    init: Init | None
+    weights: Weights
+    momentum: float | None
+    means: _InputMeans
 
-    seen = 0
-    with ExitStack() as hooks:
-        for name in names:
-            layer = model.get_submodule(name)
-            hook = layer.register_forward_pre_hook(partial(add, name), with_kwargs=True)
-            hooks.callback(hook.remove)
-        single = isinstance(batches, Tensor | tuple | Mapping)
-        for batch in [batches] if single else batches:
-            trace(model, batch)  # evaluation, no gradients, nothing left behind
-            seen += 1
-    means = {name: sums[name] / counts[name] for name in sums}
-    for name in names:
-        if name not in means or not (means[name].is_meta or means[name].isfinite().all()):
-            raise ValueError(
-                f"calibration gives no finite mean for the input of {name!r}: there are no "
-                "batches, they are empty or hold NaN, or the layer's weight is used without "
-                "calling the layer."
-            )
-    return {name: (mean, seen) for name, mean in means.items()}
+    @torch.no_grad()
+    def build(self, candidate: Candidate, decision: Decision, norm: nn.Module | None) -> nn.Module:
+        """Return the layer that takes the place of an old one, and of the norm it absorbs."""
+        weight, bias = candidate.read()
+        keeps_function = self.init is None and not weight.is_meta
+        is_centred = self.init is None and norm is not None and bool(decision.input_norm)
+        mean = self.means.get(decision.name) if is_centred else None
 
+        gain, new_bias = None, bias
+        if norm is not None and keeps_function:
+            gain, new_bias = absorb_norm(bias, norm)
+            if mean is not None:  # the layer will subtract w^T m, of m in its own type
+                new_bias = new_bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
 
-@torch.no_grad()
-def _build_replacement(
-    old: Any, decision: Decision, norm: nn.Module | None, options: Options
-) -> nn.Module:
-    """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
-    weight, bias = affine_of(old)
-    bias_learns = bias is not None and bias.requires_grad
-    mean, batches = options.means.get(decision.name, (None, 0))
-    gain = None
-    if norm is not None and options.init is None and not weight.is_meta:
-        gain, bias = absorb_norm(bias, norm)
-        if mean is not None:  # the layer will subtract w^T m, of m in its own type
-            bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
-    learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
-    if options.weights == "plain":
-        new = tracked = adopt(old, options.momentum, centred=bool(decision.input_norm))
-        _set_plain(new, gain, bias, options.init)
-    else:
-        new = _build_geometric(old, decision, norm is not None, options)
-        if options.init is None and not weight.is_meta:
-            new._set_affine(weight, bias, gain)
-        new.r.requires_grad_(new.r.requires_grad or learns)
-        tracked = new.input_norm
-    if norm is not None:  # what takes over from a BatchNorm learns if the norm or the bias did
-        (new.bias if options.weights == "plain" else new.lam).requires_grad_(learns or bias_learns)
-    if mean is not None:
-        tracked.running_mean.copy_(mean)
-        tracked.num_batches_tracked.fill_(batches)
-    return GmPMultiheadAttention.around(old, new) if kind_of(old) == "attention" else new
+        if self.weights == "plain":
+            new = adopt(candidate.module, self.momentum, centred=bool(decision.input_norm))
+            offset, tracked = new.bias, new
+            self._set_plain(new, gain, new_bias)
+        else:
+            new = self._build_geometric(candidate, decision)
+            offset, tracked = new.lam, new.input_norm
+            if keeps_function:
+                new._set_affine(weight, new_bias, gain)
 
+        if norm is not None:  # what takes over from a BatchNorm learns if the norm or the bias did
+            norm_learns = any(p.requires_grad for p in norm.parameters(recurse=False))
+            bias_learns = bias is not None and bias.requires_grad
+            offset.requires_grad_(norm_learns or bias_learns)
+            if self.weights == "geometric" and norm_learns:
+                new.r.requires_grad_()
+        if mean is not None:
+            tracked.running_mean.copy_(mean)
+            tracked.num_batches_tracked.fill_(self.means.batches)
+        if candidate.is_attention:
+            attention: Any = candidate.module
+            return GmPMultiheadAttention.around(attention, new)
+        return new
 
-def _build_geometric(old: Any, decision: Decision, absorbs: bool, options: Options) -> Any:
-    """Return a layer of the sizes of `old`; one that absorbs a norm has a bias."""
-    kind = kind_of(old)
-    plain: Any = old if kind in ("linear", "conv") else as_linear(*affine_of(old))
-    layer: Any = build_like(
-        next(ours for ours in LAYERS if isinstance(plain, ours._plain)),
-        plain,
-        bias=plain.bias is not None or absorbs,
-        input_norm=decision.input_norm,
-        coordinates=options.coordinates,
-        natural=options.natural,
-        init=options.init,
-        momentum=options.momentum,
-    )
-    if kind == "transposed":
-        layer.transposed = True
-    return layer
+    def _build_geometric(self, candidate: Candidate, decision: Decision) -> Any:
+        """Return a layer of the same sizes; one that absorbs a norm has a bias."""
+        plain: Any = candidate.module
+        if not candidate.is_plain:
+            plain = as_linear(*candidate.read())
+        kind = next(kind for kind in LAYERS if isinstance(plain, kind._plain))
+        layer: Any = build_like(
+            kind,
+            plain,
+            bias=plain.bias is not None or decision.norm is not None,
+            input_norm=decision.input_norm,
+            coordinates=self.coordinates,
+            natural=self.natural,
+            init=self.init,
+            momentum=self.momentum,
+        )
+        if candidate.is_transposed:
+            layer.transposed = True
+        return layer
 
-
-def _set_plain(layer: Any, gain: Tensor | None, bias: Tensor | None, init: Init | None) -> None:
-    """Write new values into a plain layer's own Parameters."""
-    weight = layer.weight
-    if init is not None:
-        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        weight.copy_(draw(len(weight), weight[0].numel(), init, **place).view(weight.shape))
-        layer.bias.zero_()
-    elif gain is not None and bias is not None:
-        weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
-        layer.bias.copy_(bias)
+    def _set_plain(self, layer: Any, gain: Tensor | None, bias: Tensor | None) -> None:
+        """Write new values into a plain layer's own Parameters."""
+        weight = layer.weight
+        if self.init is not None:
+            place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            rows = draw(len(weight), weight[0].numel(), self.init, **place)
+            weight.copy_(rows.view(weight.shape))
+            layer.bias.zero_()
+        elif gain is not None and bias is not None:
+            weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
+            layer.bias.copy_(bias)

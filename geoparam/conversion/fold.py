@@ -8,7 +8,7 @@ goes into the layers that read the output.
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
-from geoparam.conversion.plan import Inputs, kind_of, refuse_wrapped
+from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
-from geoparam.inspection import computes_as
+from geoparam.inspection import computes_as, refuse_non_model
 from geoparam.layers import GmPLinear, is_trained
+from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
-from geoparam.trace import trace
+from geoparam.trace import record_run
 
 log = logging.getLogger("geoparam")
 
@@ -66,35 +67,43 @@ def fold_(
         >>> torch.allclose(model(x), before, atol=1e-6)
         True
     """
+    refuse_non_model(model, "fold_(model, ...)")
     ours = _find_ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
     refuse_wrapped(model, "fold")
-    graph = None if example_inputs is None else trace(model, example_inputs)
-    removed = _find_removed_norms(ours)
+    run = None if example_inputs is None else record_run(model, example_inputs)
+    graph = None if run is None else run.graph
+    absorbed = _find_removed_norms(ours)
     factors = _find_factors(model, ours, graph)
-    ours |= {name: model.get_submodule(name) for name in factors if name not in ours}
+    for name in factors:
+        ours.setdefault(name, model.get_submodule(name))
+
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
         if isinstance(module, InputMeanNorm):
             folded[module] = _fold_norm(name, module, graph)
         elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
-            slot = removed.get(module)
-            restores = isinstance(module, GmPLayer) if restore_norm is None else restore_norm
-            if slot is not None and slot.norm.running_mean is None:
-                restores = False  # it would go by the batch in evaluation too
-            norm = slot if restores else None
-            folded[module], restored = _fold_layer(name, module, factors.get(name), norm)
-            if slot is not None:
-                children = list(slot.children())
-                dropped = nn.Sequential(*children) if children else nn.Identity()
-                folded[slot] = dropped if restored is None else restored
+            removed = absorbed.get(module)
+            restored = removed if _restores(module, removed, restore_norm) else None
+            folded[module], norm = _fold_layer(name, module, factors.get(name), restored)
+            if removed is not None:
+                folded[removed] = _drop_norm(removed) if norm is None else norm
     _check_finite(ours, folded)
-    pairs = (
-        (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
-        for old in reversed(ours.values())  # children before the attention that holds them
-    )
-    return replace_checked(model, pairs, example_inputs, "folded")
+
+    pairs = _list_pairs(ours, folded)
+    return replace_checked(model, pairs, example_inputs, run, "folded")
+
+
+def _list_pairs(
+    ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each module that goes, and the plain one that takes its place."""
+    for module in reversed(ours.values()):  # children before the attention that holds them
+        if isinstance(module, GmPMultiheadAttention):
+            yield module, module.to_attention()
+        else:
+            yield module, folded[module]
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
@@ -111,38 +120,58 @@ def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
 
 def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     """Return the place of the BatchNorm that each layer has absorbed."""
-    slots = {name: module for name, module in ours.items() if isinstance(module, RemovedNorm)}
-    for name, slot in slots.items():
-        if slot.layer not in ours.values():
+    absorbed: dict[nn.Module, RemovedNorm] = {}
+    for name, module in ours.items():
+        if not isinstance(module, RemovedNorm):
+            continue
+        if module.layer not in ours.values():
             raise ValueError(
                 f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
                 "absorbed. Fold the whole model, before it is taken apart."
             )
-    return {slot.layer: slot for slot in slots.values()}
+        absorbed[module.layer] = module
+    return absorbed
+
+
+def _restores(layer: nn.Module, removed: RemovedNorm | None, restore_norm: bool | None) -> bool:
+    """Return whether the BatchNorm that a layer has absorbed comes back."""
+    if removed is None or removed.norm.running_mean is None:
+        return False  # without running statistics it uses the batch's even in eval mode
+    return isinstance(layer, GmPLayer) if restore_norm is None else restore_norm
+
+
+def _drop_norm(removed: RemovedNorm) -> nn.Module:
+    """Return what stays in the place of a norm: its activation, if it has one."""
+    children = list(removed.children())
+    return nn.Sequential(*children) if children else nn.Identity()
 
 
 @torch.no_grad()
 def _fold_layer(
-    name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
+    name: str, layer: Any, factor: Tensor | None, removed: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
-    """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
-    before = activation = norm = None
+    """Return the plain layer, and the norm that comes back in the place of an absorbed one."""
+    subtraction = activation = norm = None
     if isinstance(layer, GmPLayer):
         mean = None if layer.input_norm is None else layer.input_norm.running_mean
         if mean is not None and layer._centres_borders:
-            before, mean = _build_subtraction(mean, len(layer.weight_shape), factor), None
+            subtraction = _build_subtraction(mean, len(layer.weight_shape), factor)
+            mean = None
             log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
         weight, bias = layer._fold(_split_r(name, layer)[0], mean)
-        activation = layer.activation and _as_module(name, layer.activation)
+        if layer.activation is not None:
+            activation = _as_module(name, layer.activation)
+    elif isinstance(layer, InputMeanLayer):
+        weight, bias = layer.fold()
     else:
-        is_centred = isinstance(layer, InputMeanLayer)
-        weight, bias = layer.fold() if is_centred else (layer.weight, layer.bias)
-    if factor is not None and before is None:
+        weight, bias = layer.weight, layer.bias
+
+    if factor is not None and subtraction is None:
         weight = weight * _spread_over_inputs(factor, weight)
-    if slot is not None and bias is not None:
-        norm, bias = _restore_norm(slot, bias)
-    plain: Any = _build_plain(layer, weight, bias)
-    parts = [part for part in (before, plain, activation) if part is not None]
+    if removed is not None and bias is not None:
+        norm, bias = _restore_norm(removed, bias)
+    plain = _build_plain(layer, weight, bias)
+    parts = [part for part in (subtraction, plain, activation) if part is not None]
     return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
 
 
@@ -161,9 +190,10 @@ def _build_plain(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
 def _as_module(name: str, activation: Callable) -> nn.Module:
     if isinstance(activation, nn.Module):
         return activation
-    called = getattr(activation, "__name__", "")
-    kind = MODULES.get(called.replace("_", ""))
-    if kind is None or all(getattr(p, called, None) is not activation for p in (F, torch, Tensor)):
+    function = getattr(activation, "__name__", "")
+    kind = MODULES.get(function.replace("_", ""))
+    is_torchs = any(getattr(place, function, None) is activation for place in (F, torch, Tensor))
+    if kind is None or not is_torchs:
         raise ValueError(
             f"{name!r} has an activation that is no function of torch with a module in torch.nn: "
             f"{activation}. Give the layer an nn.Module as its activation."
@@ -181,16 +211,20 @@ def _as_conv1d(linear: nn.Linear) -> nn.Module:
     return plain
 
 
-def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
+def _restore_norm(removed: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
     """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
-    norm: Any = copy.deepcopy(slot.norm)
+    norm: Any = copy.deepcopy(removed.norm)
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
         norm.to_empty(device=bias.device).reset_running_stats()
-    norm.to(bias.device, bias.dtype if norm.running_mean.dtype == slot.layer_type else None)
-    if slot.offset_learned not in (None, slot.offset_learns()):  # frozen or thawed since
-        norm.requires_grad_(slot.offset_learns())
-    for child_name, child in slot.named_children():
-        norm.add_module(child_name, child)
+    had_layers_type = norm.running_mean.dtype == removed.layer_type
+    norm.to(bias.device, bias.dtype if had_layers_type else None)
+    learns = removed.offset_learns()
+    if removed.offset_learned not in (None, learns):  # frozen or thawed since
+        norm.requires_grad_(learns)
+    for name, child in removed.named_children():
+        norm.add_module(name, child)
+
+    # gamma (x - mu) / sqrt(sigma^2 + eps) + beta = x + bias
     norm.running_mean.zero_()
     norm.running_var.fill_(1 - norm.eps)
     if norm.weight is not None:
@@ -199,7 +233,7 @@ def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | 
         norm.running_mean.copy_(-bias)
     else:
         norm.bias.copy_(bias)
-    return norm, torch.zeros_like(bias) if slot.layer_had_bias else None
+    return norm, torch.zeros_like(bias) if removed.layer_had_bias else None
 
 
 def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
@@ -216,12 +250,14 @@ def _find_factors(
     """Return for each layer that must take over an r the factor of each of its input channels."""
     factors: dict[str, Tensor] = {}
     for name, layer in ours.items():
-        outside = _split_r(name, layer)[1] if isinstance(layer, GmPLayer) else None
+        if not isinstance(layer, GmPLayer):
+            continue
+        _, outside = _split_r(name, layer)
         if outside is None:
             continue
         for receiver, channels in _find_receivers(name, model, graph).items():
             factor = outside[channels.to(outside.device)]
-            factors[receiver] = factors[receiver] * factor if receiver in factors else factor
+            factors[receiver] = factors.get(receiver, 1) * factor
     return factors
 
 
@@ -232,10 +268,11 @@ def _split_r(name: str, layer: GmPLayer) -> tuple[Tensor | None, Tensor | None]:
     """
     if layer.activation is None:
         return layer.r, None
-    inside, outside = None, layer.r.detach()
+    r = layer.r.detach()
+    inside, outside = None, r
     activation = _as_module(name, layer.activation)
     if any(isinstance(activation, kind) and computes_as(activation, kind) for kind in HOMOGENEOUS):
-        inside, outside = layer.r.abs(), torch.where(outside < 0, -1, 1).to(outside.dtype)
+        inside, outside = layer.r.abs(), torch.where(r < 0, -1, 1).to(r.dtype)
     return inside, None if (outside == 1).all() else outside
 
 
@@ -244,11 +281,11 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
     try:
         if graph is None:
             raise ValueError("without example_inputs the next layer is not known: pass them")
-        found = graph.receivers(name)
+        receivers = graph.receivers(name)
         modules = dict(model.named_modules())
-        for receiver in found:
+        for receiver in receivers:
             module = modules.get(receiver, nn.Identity())
-            is_plain = kind_of(module) in ("linear", "conv") and "weight" in module._parameters
+            is_plain = is_plain_layer(module) and "weight" in module._parameters
             if not is_plain and not isinstance(module, GmPLayer | InputMeanLayer):
                 raise ValueError(
                     f"{receiver!r} computes something else than nn.Linear or a convolution, or "
@@ -260,7 +297,7 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
             f"that must go into the next layer, but {error}. Otherwise keep r >= 0 in training "
             "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
         ) from error
-    return found
+    return receivers
 
 
 def _build_subtraction(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
@@ -296,9 +333,11 @@ def _fold_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module
 
 def _check_finite(ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]) -> None:
     for name, module in ours.items():
-        tensors = folded[module].state_dict().values() if module in folded else ()
-        values = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
-        if not all(t.isfinite().all() for t in values if not t.is_meta):
-            raise ValueError(
-                f"{name!r} folds to NaN or infinite values: its parameters are broken."
-            )
+        if module not in folded:
+            continue
+        for tensor in folded[module].state_dict().values():
+            has_values = isinstance(tensor, Tensor) and not tensor.is_meta
+            if has_values and not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name!r} folds to NaN or infinite values: its parameters are broken."
+                )

@@ -1,12 +1,13 @@
 """Decide about every layer of a model: converted or left, and why.
 
 Nothing is changed here, so an error leaves the model as it was. What follows a layer, and where
-the outputs are, comes from `trace`, or, without example inputs, from the order of the modules.
+the outputs are, comes from a run of the model, or, without example inputs, from the order of the
+modules. Which modules are layers, and where their weights are, is in `model.unit_layers`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,13 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.inspection import computes_as, is_conv1d, refuse_unready
+from geoparam.inspection import is_conv1d, refuse_non_model, refuse_unready
+from geoparam.model.unit_layers import Entry, describe, is_plain_layer
 from geoparam.trace import Filter, output_layers, trace
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Weights = Literal["geometric", "plain"]
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -40,10 +42,15 @@ class Decision:
     parameters: int = 0  # converted ones
 
     def __str__(self) -> str:
-        what = [f"absorbs {self.norm}"] if self.norm else []
-        what += [f"input_norm={self.input_norm!r}"] if self.input_norm else []
-        detail = "; ".join([*what, *self.notes])
-        return f"{self.name or '(the model)'}: {self.kind}" + (f" ({detail})" if detail else "")
+        details = []
+        if self.norm:
+            details.append(f"absorbs {self.norm}")
+        if self.input_norm:
+            details.append(f"input_norm={self.input_norm!r}")
+        details += self.notes
+
+        text = f"{self.name or '(the model)'}: {self.kind}"
+        return f"{text} ({'; '.join(details)})" if details else text
 
 
 @dataclass(frozen=True)
@@ -63,17 +70,92 @@ class Plan:
     parameters: int
     weights: str = "geometric"
 
+    @property
+    def converted(self) -> list[Decision]:
+        return [d for d in self.decisions if d.converted]
+
     def __str__(self) -> str:
-        chosen = [d for d in self.decisions if d.converted]
         left = [d for d in self.decisions if not d.converted]
         what = "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
+        count = sum(d.parameters for d in self.converted)
         lines = [
-            f"{len(chosen)} of {len(self.decisions)} layers {what}, "
-            f"{sum(d.parameters for d in chosen):,} of {self.parameters:,} parameters"
+            f"{len(self.converted)} of {len(self.decisions)} layers {what}, "
+            f"{count:,} of {self.parameters:,} parameters"
         ]
-        for title, group in (("converted:", chosen), ("left:", left)):
-            lines += [title, *(f"  {d}" for d in group)] if group else []
+        for title, decisions in (("converted:", self.converted), ("left:", left)):
+            if decisions:
+                lines.append(title)
+                lines += [f"  {d}" for d in decisions]
         return "\n".join(lines)
+
+
+class Candidate(NamedTuple):
+    """A layer that has a GmP form, and where its weight is."""
+
+    name: str  # attention's is that of its input projection
+    module: nn.Module
+    entry: Entry
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight (out, in, ...), also where it is stored transposed, and the bias."""
+        weight = self.entry.layout.to_units_first(getattr(self.module, self.entry.key))
+        return weight, getattr(self.module, self.entry.bias_key)
+
+    @property
+    def is_attention(self) -> bool:
+        return isinstance(self.module, nn.MultiheadAttention)
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.entry.layout.axes == "io"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nn.Linear or a convolution, which may have its input's mean."""
+        return not self.is_attention and not self.is_transposed
+
+
+def find_candidates(model: nn.Module) -> dict[str, Candidate]:
+    """Return the layers that have a GmP form, by the name of their module."""
+    candidates = {}
+    for name, module in model.named_modules():
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        is_ours = isinstance(module, GmPMultiheadAttention)  # its projection is a layer
+        if is_plain_layer(module) or is_conv1d(module) or (is_attention and not is_ours):
+            entry = next(describe(module))
+            candidates[name] = Candidate(entry.name(name), module, entry)
+    return candidates
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller of `plan` or `convert_` asks for."""
+
+    filter_fn: Filter | None = None
+    init: Init | None = None
+    norm: Literal["imn"] | None = None
+    weights: Weights = "geometric"
+
+    def check(self, model: nn.Module, example_inputs: Inputs | None) -> None:
+        """Refuse options that do not go together, and models that cannot be converted."""
+        if self.norm not in (None, "imn"):
+            raise ValueError(f"norm is None or 'imn'; got {self.norm!r}.")
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"weights are 'geometric' or 'plain'; got {self.weights!r}.")
+        if self.init not in (None, *get_args(Init)):
+            raise ValueError(f"init is None or one of {get_args(Init)}; got {self.init!r}.")
+        if self.weights == "plain" and self.norm != "imn":
+            raise ValueError(
+                "weights='plain' leaves weights as they are, and without norm='imn' there is "
+                "nothing else to do: for a plain model use GeometricOptimizer alone."
+            )
+        if self.norm == "imn" and example_inputs is None:
+            raise ValueError(
+                "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
+            )
+        refuse_non_model(model, "convert_(model, ...)")
+        refuse_unready(model)
+        refuse_wrapped(model, "convert")
 
 
 def plan(
@@ -82,83 +164,225 @@ def plan(
     *,
     init: Init | None = None,
     norm: Literal["imn"] | None = None,
-    weights: Literal["geometric", "plain"] = "geometric",
+    weights: Weights = "geometric",
     example_inputs: Inputs | None = None,
 ) -> Plan:
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
-    _check_options(norm, init, weights, example_inputs)
-    refuse_unready(model)
-    refuse_wrapped(model, "convert")
+    request = Request(filter_fn, init, norm, weights)
+    request.check(model, example_inputs)
     graph = None if example_inputs is None else trace(model, example_inputs)
-    outputs = set(output_layers(model) if graph is None else graph.outputs)
-    ties, held = ties_and_holders(model)
+    return decide(model, find_candidates(model), request, graph)
+
+
+def decide(
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    request: Request,
+    graph: Graph | None,
+) -> Plan:
+    """Return the plan for a model whose request has been checked and whose run is `graph`."""
+    planner = _Planner(model, request, graph)
     decisions = []
     for name, module in model.named_modules():
-        decision = Decision(weight_name(name, module), type(module).__name__, True)
-        if kind_of(module) is None:
-            if not (reason := _explain_unknown(module)):
-                continue
-        elif not (reason := _reason_to_leave(module, decision.name, outputs, filter_fn, ties)):
-            _refuse_parametrized(module, name)
-            if module in held:
-                raise ValueError(
-                    f"{name!r} is also held by {held[module]}, outside of the registered modules: "
-                    "that would go on with the old layer. Use nn.ModuleList or nn.ModuleDict "
-                    "there, or leave it out with filter_fn."
-                )
-            decision = _decide_norm(decision, module, model, graph, init, norm)
-            reason = "" if init else _check_values(module, decision, model)
-            if weights == "plain":
-                reason = _reason_to_leave_plain(module, decision, init)
-            decision = _add_facts(decision, module, model, init)
-        left = Decision(decision.name, decision.kind, False, (reason,))
-        decisions.append(left if reason else decision)
+        candidate = candidates.get(name)
+        if candidate is not None:
+            decisions.append(planner.decide(candidate))
+        elif reason := _explain_unknown(module):
+            decisions.append(Decision(name, type(module).__name__, False, (reason,)))
+
     if not any(d.converted for d in decisions):
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
-    return Plan(tuple(decisions), sum(p.numel() for p in model.parameters()), weights)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Plan(tuple(decisions), parameters, request.weights)
 
 
-def _check_options(norm: Any, init: Any, weights: Any, example_inputs: Any) -> None:
-    if norm not in (None, "imn"):
-        raise ValueError(f"norm is None or 'imn'; got {norm!r}.")
-    if weights not in ("geometric", "plain"):
-        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
-    if init not in (None, *get_args(Init)):
-        raise ValueError(f"init is None or one of {get_args(Init)}; got {init!r}.")
-    if weights == "plain" and norm != "imn":
+class _Planner:
+    """Decides about one candidate after the other."""
+
+    def __init__(self, model: nn.Module, request: Request, graph: Graph | None) -> None:
+        self.model = model
+        self.request = request
+        self.graph = graph
+        self.outputs = set(output_layers(model) if graph is None else graph.outputs)
+        self.ties, self.holders = ties_and_holders(model)
+
+    def decide(self, candidate: Candidate) -> Decision:
+        """Return what happens to a layer; raise where it can be neither converted nor left."""
+        name, kind = candidate.name, type(candidate.module).__name__
+        reason = self._explain_left(candidate)
+        if reason:
+            return Decision(name, kind, False, (reason,))
+
+        self._refuse_computed_weight(candidate)
+        self._refuse_held(candidate)
+        decision = self._choose_norm(candidate, Decision(name, kind, True))
+        if self.request.init is None:
+            reason = self._check_values(candidate, decision)
+        if self.request.weights == "plain":  # r and its limits do not apply
+            reason = self._explain_left_plain(candidate, decision)
+        if reason:
+            return Decision(name, kind, False, (reason,))
+        return self._add_facts(candidate, decision)
+
+    def _explain_left(self, candidate: Candidate) -> str:
+        """Return why a layer that has a GmP form stays as it is, "" if it does not."""
+        name, module, entry = candidate
+        stored = module._parameters.get(entry.key)
+        if candidate.is_attention and stored is None:
+            return "separate projections of query, key and value share one bias"
+        if not candidate.is_attention and stored is not None:
+            if not stored.is_floating_point():
+                return f"its weight is {stored.dtype}"
+            if stored.numel() == 0:
+                return f"its weight is empty, {tuple(stored.shape)}"
+
+        filter_fn = self.request.filter_fn
+        if filter_fn is not None and not filter_fn(module, name):
+            return "filter_fn"
+        if filter_fn is None and name in self.outputs:
+            return "the output layer"
+
+        others = ", ".join(self.ties.get(module, ()))
+        if not others:
+            return ""
+        if name in self.outputs:
+            return f"the output layer, tied to {others}"
         raise ValueError(
-            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
-            "else to do: for a plain model use GeometricOptimizer alone."
-        )
-    if norm == "imn" and example_inputs is None:
-        raise ValueError(
-            "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
+            f"{name!r} shares memory with {others}: converting it would cut the tie. Untie them "
+            "first, or leave it out with filter_fn."
         )
 
+    def _refuse_computed_weight(self, candidate: Candidate) -> None:
+        """Refuse weights that something else computes; torch's weight_norm is absorbed."""
+        name, module, entry = candidate
+        if parametrize.is_parametrized(module):
+            steps_by_key: Any = module.parametrizations
+            kinds = {type(step).__name__ for steps in steps_by_key.values() for step in steps}
+            if kinds == {"_WeightNorm"} and list(steps_by_key) == ["weight"]:
+                return
+            raise ValueError(
+                f"{name!r} has parametrizations ({', '.join(sorted(kinds))}), which "
+                "conversion would lose. Call torch.nn.utils.parametrize.remove_parametrizations "
+                "on it first, or leave it out with filter_fn."
+            )
+        if entry.key not in module._parameters:
+            raise ValueError(
+                f"{name!r} has a {entry.key} that is not a parameter (old weight_norm, "
+                "spectral_norm or pruning). Remove that first (torch.nn.utils.remove_weight_norm, "
+                "prune.remove), or leave it out with filter_fn."
+            )
 
-def kind_of(module: nn.Module) -> str | None:
-    """Return how a module is converted; a subclass only if it computes what its base does."""
-    if isinstance(module, nn.MultiheadAttention):
-        return None if isinstance(module, GmPMultiheadAttention) else "attention"
-    if is_conv1d(module):
-        return "transposed"
-    for base, kind in ((nn.Linear, "linear"), *((conv, "conv") for conv in CONVOLUTIONS)):
-        if isinstance(module, base) and computes_as(module, base):
-            return kind
-    return None
+    def _refuse_held(self, candidate: Candidate) -> None:
+        holder = self.holders.get(candidate.module)
+        if holder is not None:
+            raise ValueError(
+                f"{candidate.name!r} is also held by {holder}, outside of the registered modules: "
+                "that would go on with the old layer. Use nn.ModuleList or nn.ModuleDict there, "
+                "or leave it out with filter_fn."
+            )
 
+    def _choose_norm(self, candidate: Candidate, decision: Decision) -> Decision:
+        """Add the BatchNorm that a layer absorbs, and how its input is normalized instead."""
+        graph, name = self.graph, candidate.name
+        if graph is not None and name not in graph.layers:
+            return replace(decision, notes=("does not run on example_inputs",))
+        if self.request.norm is None or graph is None or not candidate.is_plain:
+            return decision
 
-def weight_name(name: str, module: nn.Module) -> str:
-    """Return a layer's name; attention's is that of its input projection."""
-    return f"{name}.in_proj_weight".lstrip(".") if kind_of(module) == "attention" else name
+        absorbed, note = self._find_norm(name, graph)
+        is_first = name in graph.first
+        form: InputNorm = False
+        if self.request.init is None:
+            if absorbed and not is_first:
+                form = "bias"
+        elif any(node.is_call for node in graph.nodes if node.name == name):
+            form = not is_first
+        else:
+            note = note or "no input mean: its weight is used without a call"
+        notes = (note,) if note else ()
+        return replace(decision, notes=notes, norm=absorbed, input_norm=form)
 
+    def _find_norm(self, layer: str, graph: Graph) -> tuple[str | None, str]:
+        """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
+        node, is_exclusive = graph.norm_after(layer)
+        if node is None or node.name is None:
+            return None, ""
+        norm = self.model.get_submodule(node.name)
+        if isinstance(norm, nn.SyncBatchNorm):  # would hide means of the joint batch
+            return None, f"{node.name} stays: convert before convert_sync_batchnorm"
+        if not isinstance(norm, BATCH_NORMS):
+            return None, ""
 
-def module_name(weight_name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of the module that holds the weight: a layer, or an attention."""
-    if weight_name in modules:
-        return weight_name
-    return weight_name.removesuffix("in_proj_weight").removesuffix(".")
+        has_children = next(norm.children(), None) is not None
+        reason = ""
+        if node.op == "batch_norm" and not has_children:
+            reason = "its statistics are used without calling it"
+        elif not _is_plain_batch_norm(norm):
+            reason = "it computes something else than its base class"
+        elif not is_exclusive:
+            reason = "it is not fed by this layer alone"
+        elif self.request.init is None and norm.running_mean is None:
+            reason = "it has no running statistics"
+        if reason:
+            return None, f"{node.name} stays: {reason}"
+        return node.name, ""
+
+    def _check_values(self, candidate: Candidate, decision: Decision) -> str:
+        """Raise for NaN; return a reason to leave the layer where r or r lam cannot hold it."""
+        weight, bias = candidate.read()
+        if weight.is_meta:
+            return ""
+        for key, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and not tensor.isfinite().all():
+                raise ValueError(
+                    f"the {key} of {decision.name!r} holds NaN or infinite values, which have no "
+                    "direction. Repair or reinitialise that layer, or leave it out with filter_fn."
+                )
+
+        r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
+        if decision.norm:
+            gain, bias = absorb_norm(bias, self.model.get_submodule(decision.norm))
+            if not (gain.isfinite().all() and bias.isfinite().all()):
+                raise ValueError(
+                    f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
+                    f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
+                )
+            r = r * gain.abs()
+
+        longest = r.max().item()
+        if longest > torch.finfo(weight.dtype).max:
+            return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
+        steep = 0 if bias is None else int((bias.abs() > STEEPEST * r).sum())
+        return f"{steep} rows with |bias| > {STEEPEST} |weight|" if steep else ""
+
+    def _explain_left_plain(self, candidate: Candidate, decision: Decision) -> str:
+        """Return why weights="plain" leaves a layer."""
+        if not candidate.is_plain:
+            return "input means are for nn.Linear and nn.Conv1d/2d/3d"
+        if parametrize.is_parametrized(candidate.module):
+            return "its weight is not a Parameter but computed (weight_norm)"
+        has_mean = bool(decision.norm or decision.input_norm)
+        if not has_mean and self.request.init is None:
+            return decision.notes[0] if decision.notes else "no BatchNorm follows it"
+        return ""
+
+    def _add_facts(self, candidate: Candidate, decision: Decision) -> Decision:
+        """Add a layer's number of parameters, and what is worth knowing about them."""
+        weight, bias = candidate.read()
+        notes = list(decision.notes)
+        if not weight.is_meta:
+            is_zero = ~weight.flatten(1).any(dim=1)
+            if decision.norm and self.request.init is None:
+                gain, _ = absorb_norm(bias, self.model.get_submodule(decision.norm))
+                is_zero |= gain == 0
+            if zeros := int(is_zero.sum()):
+                notes.append(f"{zeros} zero rows have r = 0")
+
+        if bias is not None and weight.requires_grad and not bias.requires_grad:
+            notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
+        parameters = weight.numel() + (0 if bias is None else bias.numel())
+        return replace(decision, notes=tuple(notes), parameters=parameters)
 
 
 def _explain_unknown(module: nn.Module) -> str:
@@ -168,9 +392,6 @@ def _explain_unknown(module: nn.Module) -> str:
     """
     if isinstance(module, GmPLayer):
         return "already converted"
-    own = [p.shape for p in module.parameters(recurse=False)]
-    stacked = any(len(shape) > 2 and min(shape) > 1 for shape in own)  # as fused experts are
-    has_matrix = any(len(shape) > 1 for shape in own) and next(module.children(), None) is None
     is_norm = "norm" in type(module).__name__.lower()
     if is_norm or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return ""
@@ -180,35 +401,12 @@ def _explain_unknown(module: nn.Module) -> str:
         return "it has its input's mean already"
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return "it computes something else than its base class"
-    return "no GmP form of this type" if has_matrix or stacked else ""
 
-
-def _reason_to_leave(
-    module: nn.Module,
-    name: str,
-    outputs: set[str],
-    filter_fn: Filter | None,
-    ties: dict[nn.Module, list[str]],
-) -> str:
-    """Return why a layer that has a GmP form stays as it is, "" if it does not."""
-    if isinstance(module, nn.MultiheadAttention) and module._parameters["in_proj_weight"] is None:
-        return "separate projections of query, key and value share one bias"
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and not weight.is_floating_point():
-        return f"its weight is {weight.dtype}"
-    if isinstance(weight, Tensor) and weight.numel() == 0:
-        return f"its weight is empty, {tuple(weight.shape)}"
-    if filter_fn is not None and not filter_fn(module, name):
-        return "filter_fn"
-    if filter_fn is None and name in outputs:
-        return "the output layer"
-    others = ", ".join(ties.get(module, ()))
-    if others and name not in outputs:
-        raise ValueError(
-            f"{name!r} shares memory with {others}: converting it would cut the tie. Untie them "
-            "first, or leave it out with filter_fn."
-        )
-    return others and f"the output layer, tied to {others}"
+    shapes = [p.shape for p in module.parameters(recurse=False)]
+    is_leaf = next(module.children(), None) is None
+    has_matrix = is_leaf and any(len(shape) > 1 for shape in shapes)
+    is_stacked = any(len(shape) > 2 and min(shape) > 1 for shape in shapes)  # as fused experts are
+    return "no GmP form of this type" if has_matrix or is_stacked else ""
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
@@ -221,159 +419,38 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
             )
     for module in model.modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        if found := kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+        wrappers = kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}
+        if wrappers:
             raise ValueError(
-                f"the model is wrapped in {found.pop()}, which would not see its new parameters: "
-                f"processes would drift apart. First {verb} the model, then wrap it."
+                f"the model is wrapped in {wrappers.pop()}, which would not see its new "
+                f"parameters: processes would drift apart. First {verb} the model, then wrap it."
             )
-
-
-def _refuse_parametrized(module: nn.Module, name: str) -> None:
-    """Refuse weights that something else computes; torch's weight_norm is absorbed as it is."""
-    if parametrize.is_parametrized(module):
-        used: Any = module.parametrizations
-        kinds = {type(step).__name__ for steps in used.values() for step in steps}
-        if kinds == {"_WeightNorm"} and list(used) == ["weight"]:
-            return
-        raise ValueError(
-            f"{name!r} has parametrizations ({', '.join(sorted(kinds))}), which conversion would "
-            "lose. Call torch.nn.utils.parametrize.remove_parametrizations on it first, or leave "
-            "it out with filter_fn."
-        )
-    key = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
-    if key not in module._parameters:
-        raise ValueError(
-            f"{name!r} has a {key} that is not a parameter (old weight_norm, spectral_norm or "
-            "pruning). Remove that first (torch.nn.utils.remove_weight_norm, prune.remove), or "
-            "leave it out with filter_fn."
-        )
-
-
-def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> str:
-    """Check the values: raise for NaN, return a reason where r or r lam cannot hold them."""
-    weight, bias = affine_of(module)
-    if weight.is_meta:
-        return ""
-    for key, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.isfinite().all():
-            raise ValueError(
-                f"the {key} of {decision.name!r} holds NaN or infinite values, which have no "
-                "direction. Repair or reinitialise that layer, or leave it out with filter_fn."
-            )
-    r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
-    if decision.norm:
-        gain, bias = absorb_norm(bias, model.get_submodule(decision.norm))
-        if not (gain.isfinite().all() and bias.isfinite().all()):
-            raise ValueError(
-                f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
-                f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
-            )
-        r = r * gain.abs()
-    if (longest := r.max().item()) > torch.finfo(weight.dtype).max:
-        return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
-    if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
-        return f"{steep} rows with |bias| > {STEEPEST} |weight|"
-    return ""
-
-
-def _reason_to_leave_plain(module: nn.Module, decision: Decision, init: str | None) -> str:
-    """Return why weights="plain" leaves a layer: `_check_values` is about r, which it has not."""
-    if kind_of(module) not in ("linear", "conv"):
-        return "input means are for nn.Linear and nn.Conv1d/2d/3d"
-    if parametrize.is_parametrized(module):
-        return "its weight is not a Parameter but computed (weight_norm)"
-    if decision.norm is None and not decision.input_norm and init is None:
-        return decision.notes[0] if decision.notes else "no BatchNorm follows it"
-    return ""
-
-
-def _add_facts(
-    decision: Decision, module: nn.Module, model: nn.Module, init: str | None
-) -> Decision:
-    """Add a layer's number of parameters, and what is worth knowing about them."""
-    weight, bias = affine_of(module)
-    notes, is_zero = list(decision.notes), ~weight.flatten(1).any(dim=1)
-    if decision.norm and init is None:
-        is_zero |= absorb_norm(bias, model.get_submodule(decision.norm))[0] == 0
-    if not weight.is_meta and (zero := int(is_zero.sum())):
-        notes.append(f"{zero} zero rows have r = 0")
-    if bias is not None and weight.requires_grad and not bias.requires_grad:
-        notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
-    parameters = weight.numel() + (0 if bias is None else bias.numel())
-    return replace(decision, notes=tuple(notes), parameters=parameters)
-
-
-def _decide_norm(
-    decision: Decision,
-    module: nn.Module,
-    model: nn.Module,
-    graph: Graph | None,
-    init: str | None,
-    norm: str | None,
-) -> Decision:
-    """Add the BatchNorm that a layer absorbs, and how its input is normalized instead."""
-    if graph is not None and decision.name not in graph.layers:
-        return replace(decision, notes=("does not run on example_inputs",))
-    if norm is None or graph is None or kind_of(module) not in ("linear", "conv"):
-        return decision
-    absorbed, note = _norm_to_absorb(decision.name, graph, model, init)
-    first = decision.name in graph.first
-    if init:
-        is_called = any(n.is_call for n in graph.nodes if n.name == decision.name)
-        form: InputNorm = not first and is_called
-        note = note or ("" if is_called else "no input mean: its weight is used without a call")
-    else:
-        form = "bias" if absorbed and not first else False
-    return replace(decision, notes=(note,) if note else (), norm=absorbed, input_norm=form)
-
-
-def _norm_to_absorb(
-    layer: str, graph: Graph, model: nn.Module, init: str | None
-) -> tuple[str | None, str]:
-    """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
-    norm, exclusive = graph.norm_after(layer)
-    if norm is None or norm.name is None:
-        return None, ""
-    found = model.get_submodule(norm.name)
-    if not isinstance(found, BATCH_NORMS):
-        shared = isinstance(found, nn.SyncBatchNorm)  # which would hide means of the joint batch
-        return None, f"{norm.name} stays: convert before convert_sync_batchnorm" if shared else ""
-    if norm.op == "batch_norm" and next(found.children(), None) is None:
-        return None, f"{norm.name} stays: its statistics are used without calling it"
-    if not _is_plain_batch_norm(found):
-        return None, f"{norm.name} stays: it computes something else than its base class"
-    if not exclusive:
-        return None, f"{norm.name} stays: it is not fed by this layer alone"
-    if init is None and found.running_mean is None:
-        return None, f"{norm.name} stays: it has no running statistics"
-    return norm.name, ""
 
 
 def _is_plain_batch_norm(norm: nn.Module) -> bool:
     """Return whether it is torch's, or timm's, which runs its children after it."""
-    base = nn.modules.batchnorm._BatchNorm
+    if "forward" in vars(norm):
+        return False
     kind = type(norm)
-    timms = kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct")
-    same = timms or (kind.forward is base.forward and kind.__call__ is base.__call__)
-    return same and "forward" not in norm.__dict__
+    if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
+        return True
+    base = nn.modules.batchnorm._BatchNorm
+    return kind.forward is base.forward and kind.__call__ is base.__call__
 
 
 def absorb_norm(bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return gain and bias, in float64, with BN(w^T x + b) = gain * w^T x + bias in evaluation."""
-    assert isinstance(norm, BATCH_NORMS) and norm.running_mean is not None
-    assert norm.running_var is not None
+    assert isinstance(norm, BATCH_NORMS)
+    assert norm.running_mean is not None and norm.running_var is not None
     gain = (norm.running_var.double() + norm.eps).rsqrt()
-    gain = gain if norm.weight is None else gain * norm.weight.detach().double()
-    offset = -norm.running_mean.double()
-    offset = offset if bias is None else offset + bias.detach().double()
-    shift = offset * gain
-    return gain, shift if norm.bias is None else shift + norm.bias.detach().double()
+    if norm.weight is not None:
+        gain = gain * norm.weight.detach().double()
 
-
-def affine_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the weight, one row per unit, and the bias of a layer that can be converted."""
-    if isinstance(module, nn.MultiheadAttention):
-        return module.in_proj_weight, module.in_proj_bias
-    weight: Any = module.weight
-    bias: Any = module.bias
-    return (weight.t() if kind_of(module) == "transposed" else weight), bias
+    # BN(z) = gain (z - mean) + beta at z = w^T x + b
+    shift = -norm.running_mean.double()
+    if bias is not None:
+        shift = shift + bias.detach().double()
+    shift = shift * gain
+    if norm.bias is not None:
+        shift = shift + norm.bias.detach().double()
+    return gain, shift

@@ -27,28 +27,32 @@ def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
                 claims.append((tensor, (owner, f"{name}.{key}".lstrip("."))))
-        for key, value in owner.__dict__.items():
+        for key, value in vars(owner).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
             place = f"{key!r} of {name or 'the model'!r}"
-            for item in () if key in ("_modules", "_parameters", "_buffers") else _walk(value):
+            for item in _walk(value):
                 if isinstance(item, Tensor):
                     claims.append((item, (None, place)))
                 elif item is not owner:
                     held[item] = place
+
     ties: dict[nn.Module, list[str]] = {}
     for group in group_by_memory(claims):
-        attributes = [place for holder, place in group if holder is None]
-        owned = [(holder, place) for holder, place in group if holder is not None]
-        for module, place in owned:
+        attributes = [place for owner, place in group if owner is None]
+        states = [(owner, place) for owner, place in group if owner is not None]
+        for module, place in states:
             if attributes:
                 held[module] = attributes[0]
-            if others := [other for _, other in owned if other != place]:
+            others = [other for _, other in states if other != place]
+            if others:
                 ties.setdefault(module, []).extend(others)
     return ties, held
 
 
 def _walk(value: object) -> Iterator[nn.Module | Tensor]:
     """Yield the modules and tensors in nested containers, functions and objects."""
-    waiting, seen = [value], set()
+    waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()
         if isinstance(item, nn.Module | Tensor):

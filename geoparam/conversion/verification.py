@@ -3,16 +3,21 @@
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import arguments_of, inspection_mode, tensors_in
+from geoparam.inspection import arguments_of, inspection_mode, refuse_non_model, tensors_in
 from geoparam.step_hooks import note_replaced
+from geoparam.trace import Run, record_run
+
+MASKED = 1_000  # times the median: larger elements that are equal in both are masked
+NOISE = 1e-6  # of the largest output: smaller tensors may be rounding noise
 
 _ADVICE = {
     "converted": "Leave it out with filter_fn; of a detector, whose boxes are sorted, convert "
@@ -22,11 +27,17 @@ _ADVICE = {
 
 
 def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
-    """Return max|a - b| / max|a| over all outputs of two models; NaN if there is a NaN.
+    """Return the largest difference of two models' outputs, relative to their size.
 
-    Both run in evaluation mode, without gradients, on copies of the inputs, and are left as they
-    were; torch's attention takes its plain path in both. Inputs are positional arguments, one
-    tuple or list of them, or one mapping of keyword arguments. Equal infinities do not differ.
+    Each output tensor is compared by its own scale, its largest |a|. Masked elements do not set
+    the scale: those that are equal in both models and more than 1,000 times the tensor's median
+    |a|, where a repeated value counts once. A tensor below 1e-6 of the largest output may be
+    rounding noise, and is compared by that one's scale; integers and constants are no such
+    outputs. Equal infinities do not differ, and a NaN gives NaN.
+
+    Both models run in evaluation mode, without gradients, on copies of the inputs, and are left as
+    they were; torch's attention takes its plain path in both. Inputs are positional arguments, one
+    tuple or list of them, or one mapping of keyword arguments.
 
     Example:
         >>> plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -35,79 +46,123 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
         >>> verify(plain, convert_(copy.deepcopy(plain)), torch.randn(3, 4)) < 1e-5
         True
     """
-    given = inputs[0] if len(inputs) == 1 else inputs
-    return _difference(_run(a, given)[0], _run(b, given)[0])
+    for model in (a, b):
+        refuse_non_model(model, "verify(model_a, model_b, *inputs)")
+    call_inputs = inputs[0] if len(inputs) == 1 else inputs
+    return _measure_difference(_run(a, call_inputs), _run(b, call_inputs))
 
 
-def _difference(first: list[Tensor], second: list[Tensor]) -> float:
+def _measure_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    """Return the largest difference of paired tensors, each over its own scale."""
     shapes = [[tuple(t.shape) for t in outputs] for outputs in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the models differ in the shapes of their outputs: {shapes}.")
     if not first:
         raise ValueError("the models return no tensors to compare.")
-    wide = torch.complex128 if any(t.is_complex() for t in first + second) else torch.float64
-    a, b = (torch.cat([t.flatten().to(wide) for t in outputs]) for outputs in (first, second))
-    if not a.numel():
+
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a.numel()]
+    scales = [_find_scale(a, b) for a, b in pairs]
+    references = [
+        scale for scale, (a, b) in zip(scales, pairs, strict=True) if _sets_reference(a, b)
+    ]
+    reference = max(references, default=0.0)
+
+    ratios = [0.0]
+    for (a, b), scale in zip(pairs, scales, strict=True):
+        if scale < NOISE * reference:
+            scale = reference
+        difference = torch.where(a == b, 0, _widen(a) - _widen(b)).abs().max().item()
+        if difference:
+            ratios.append(difference / scale if scale else difference * math.inf)
+    return math.nan if any(map(math.isnan, ratios)) else max(ratios)
+
+
+def _find_scale(a: Tensor, b: Tensor) -> float:
+    """Return the largest |a| without infinities and masked elements; 0 if there is none."""
+    sizes = _widen(a).abs()
+    is_counted = sizes.isfinite() & (sizes > 0)
+    if not is_counted.any():
         return 0.0
-    difference = torch.where(a == b, 0, a - b).abs().max().item()
-    largest = a.abs().masked_fill(~a.isfinite(), 0).max().item()
-    return difference / largest if largest else difference and difference * float("inf")
+    # A mask may fill most of a tensor with one value, so each value counts once.
+    typical = sizes[is_counted].unique().median()
+    is_masked = (a == b) & (sizes > MASKED * typical)
+    return sizes[is_counted & ~is_masked].max().item()
 
 
-def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], set[int]]:
-    """Return the outputs, and the ids of all tensors that were read."""
-    with inspection_mode(model), ReadRecorder() as recorder:
+def _sets_reference(a: Tensor, b: Tensor) -> bool:
+    """Return whether other outputs may be noise beside this one: no integers, no constants."""
+    is_constant = torch.equal(a, b) and bool((a == a.flatten()[0]).all())
+    return (a.is_floating_point() or a.is_complex()) and not is_constant
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of a model in evaluation."""
+    # In a TorchFunctionMode torch's attention takes its plain path.
+    with inspection_mode(model), BaseTorchFunctionMode():
         args, kwargs = arguments_of(model, inputs)
         outputs = model(*args, **kwargs)
-    return list(tensors_in(outputs)), recorder.ids
+    return list(tensors_in(outputs))
 
 
 def replace_checked(
     model: nn.Module,
     pairs: Iterable[tuple[nn.Module, nn.Module]],
     inputs: Inputs | None,
+    before: Run | None,
     done: Literal["converted", "folded"],
     *,
     changed: Sequence[Tensor] = (),
     same: bool = True,
 ) -> nn.Module:
-    """Replace the old of each (old, new) and run the model; if it differs, undo it and raise.
+    """Replace the old of each (old, new) and run the model; on any error, undo it and raise.
 
     A run shows what no look at the modules can: a forward that reads a layer's weight or a norm's
     statistics, or that reaches an old layer through an object, a global name or a closure. Without
-    inputs nothing is run. `changed` is what is written to in place while `pairs` are built; `same`
-    says whether the outputs must stay.
+    inputs nothing is run.
+
+    Args:
+        before: The run of the model on these inputs as it was.
+        changed: What is written to in place while `pairs` are built.
+        same: Whether the outputs must stay.
     """
     parameters = [weakref.ref(p) for p in model.parameters()]
-    if inputs is None:
+    modules = dict(model.named_modules())
+    with _undo_on_error(model, changed):
         new = _replace(model, pairs)
-    else:
-        modules = dict(model.named_modules())
-        children = [(module, dict(module._modules)) for module in model.modules()]
-        values = [t.detach().clone() for t in changed]
-        flags = {p: p.requires_grad for p in model.parameters()}
-        before, read_before = _run(model, inputs)
-        try:
-            new = _replace(model, pairs)
+        if inputs is not None and before is not None:
             try:
-                after, read = _run(new, inputs)
+                after = record_run(new, inputs)
             except Exception as error:
                 text = f"does not run on example_inputs ({type(error).__name__}: {error})"
                 raise _refusal(done, text) from error
-            _check_reads(modules, new, read_before, read, done)
+            _check_reads(modules, new, before.reads, after.reads, done)
             if same:
-                _check_same(before, after, done)
-        except BaseException:
-            for module, own in children:
-                module._modules.update(own)
-            for p, flag in flags.items():
-                p.requires_grad_(flag)
-            with torch.no_grad():
-                for t, value in zip(changed, values, strict=True):
-                    t.copy_(value)
-            raise
+                _check_same(before.outputs, after.outputs, done)
     note_replaced(parameters, new)
     return new
+
+
+@contextmanager
+def _undo_on_error(model: nn.Module, changed: Sequence[Tensor]) -> Iterator[None]:
+    """Put modules, `requires_grad` and the values of `changed` back if something fails."""
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    requires_grad = {p: p.requires_grad for p in model.parameters()}
+    values = [t.detach().clone() for t in changed]
+    try:
+        yield
+    except BaseException:
+        for module, registered in children:
+            module._modules.update(registered)
+        for p, flag in requires_grad.items():
+            p.requires_grad_(flag)
+        with torch.no_grad():
+            for t, value in zip(changed, values, strict=True):
+                t.copy_(value)
+        raise
 
 
 def _replace(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> nn.Module:
@@ -116,28 +171,37 @@ def _replace(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> 
     for parent in model.modules():
         for name, child in parent._modules.items():
             places[child].append((parent, name))
-    for old, new in pairs:  # a generator may build each after the last is placed
-        for key, value in old.__dict__.items():
+
+    for old, new in pairs:
+        for key, value in vars(old).items():
             if key.endswith("_hooks") or "_hooks_" in key or key == "_is_full_backward_hook":
-                new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
+                vars(new)[key] = value  # the same dict, so that handles can still remove a hook
         new.train(old.training)
-        for parent, name in places.pop(old, ()):  # the last one frees the old layer
+        for parent, name in places[old]:
             parent._modules[name] = new
-        model = new if old is model else model
+        if old is model:
+            model = new
     return model
 
 
 def _check_reads(
-    old: dict[str, nn.Module], model: nn.Module, read_before: set[int], read: set[int], done: str
+    old_modules: dict[str, nn.Module],
+    model: nn.Module,
+    read_before: set[int],
+    read_after: set[int],
+    done: str,
 ) -> None:
     """Refuse a model that still computes with a replaced parameter, or skips a new layer."""
     kept = {id(p) for p in model.parameters()}
-    for name, module in model.named_modules():
-        if old.get(name, module) is module:
+    for name, new in model.named_modules():
+        old = old_modules.get(name, new)
+        if old is new:
             continue
-        known = {id(p) for p in old[name].parameters()}
-        gone, added = known - kept, {id(p) for p in module.parameters()} - known
-        if gone & read or (gone & read_before and added and not added & read):
+        old_ids = {id(p) for p in old.parameters()}
+        gone = old_ids - kept
+        added = {id(p) for p in new.parameters()} - old_ids
+        is_skipped = bool(gone & read_before and added and not added & read_after)
+        if gone & read_after or is_skipped:
             raise ValueError(
                 f"{name!r} would be {done}, but the model goes on with the old layer: its forward "
                 "reaches that otherwise than by its name (a list, a closure, a bound method, an "
@@ -146,16 +210,22 @@ def _check_reads(
 
 
 def _check_same(before: list[Tensor], after: list[Tensor], done: str) -> None:
-    """Refuse outputs that differ by more than rounding, if they can be compared."""
-    before, after = (
-        [t for t in outputs if t.is_floating_point() or t.is_complex()]
-        for outputs in (before, after)
-    )
-    if not before or any(t.is_meta or t.isnan().any() for t in before):
+    """Refuse outputs that differ by more than rounding, where they can be compared."""
+    if len(before) != len(after):
+        raise _refusal(done, f"returns {len(after)} tensors instead of {len(before)}")
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if _can_compare(a)]
+    if not pairs:
         return
-    difference, eps = _difference(before, after), max(torch.finfo(t.dtype).eps for t in before)
+    difference = _measure_difference([a for a, _ in pairs], [b for _, b in pairs])
+    eps = max(torch.finfo(a.dtype).eps for a, _ in pairs)
     if not difference <= min(3 * math.sqrt(eps), 0.1):  # 1e-3 in float32
         raise _refusal(done, f"differs by {difference:.1e} on example_inputs")
+
+
+def _can_compare(output: Tensor) -> bool:
+    """Return whether an output has digits to compare: a NaN before tells nothing."""
+    has_digits = output.is_floating_point() or output.is_complex()
+    return has_digits and not output.is_meta and not bool(output.isnan().any())
 
 
 def _refusal(done: str, text: str) -> ValueError:
@@ -163,19 +233,3 @@ def _refusal(done: str, text: str) -> ValueError:
         f"the {done} model {text}: something reads a layer, a norm or its output otherwise than "
         f"by calling the next module, or sorts values that nearly tie. {_ADVICE[done]}"
     )
-
-
-class ReadRecorder(TorchFunctionMode):
-    """Records the tensors that a run computes with; reading a shape or dtype is not recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: set[int] = set()
-
-    def __torch_function__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") != "__get__" or isinstance(result, Tensor):
-            self.ids.update(id(tensor) for tensor in tensors_in((args, kwargs)))
-        return result

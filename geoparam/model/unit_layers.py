@@ -5,20 +5,21 @@ convolution, a column of a transposed convolution or of transformers' Conv1D. So
 several layers: packed projections (q, k and v in one matrix) and stacked experts (a 3-D tensor).
 `Layout` says which axis is which, `parts` how many rows each layer of a parameter has.
 
-To teach the library a new type of layer, add an entry to `_describe`.
+To teach the library a new type of layer, add an entry to `describe`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from geoparam.inspection import is_conv1d, strip_wrappers
+from geoparam.inspection import computes_as, is_conv1d, strip_wrappers
 
 Split = Mapping[str, int | Sequence[int]]
 Stacks = Mapping[str, str]
+PLAIN_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' expert modules
 
 
@@ -50,6 +51,10 @@ class Layout:
         order = [axes.index(axis) for axis in "eoi"]
         return weight.permute(*order, *range(3, weight.ndim))
 
+    def to_units_first(self, weight: Tensor) -> Tensor:
+        """Return the weight as (outputs, inputs, ...)."""
+        return weight if self.axes == "oi" else self.view(weight).flatten(0, 1)
+
     def to_rows(self, weight: Tensor) -> Tensor:
         """Return the units as rows (out, fan-in); a view where there is one."""
         return self.view(weight).flatten(0, 1).flatten(1)
@@ -58,6 +63,19 @@ class Layout:
     def has_whole_rows(self) -> bool:
         """Whether a piece of the first axis is a number of whole units."""
         return self.axes == "oi" or self.axes[0] == "e"
+
+
+class Entry(NamedTuple):
+    """One weight of a type of layer: its key and its bias's in the module, layout, parts."""
+
+    key: str
+    bias_key: str
+    layout: Layout
+    parts: int = 1  # equal ones, as the three of a packed projection
+
+    def name(self, module_name: str) -> str:
+        """Return the layer's name: its module's, with the key where that is not "weight"."""
+        return module_name if self.key == "weight" else f"{module_name}.{self.key}".strip(".")
 
 
 @dataclass(frozen=True)
@@ -86,49 +104,60 @@ def find_unit_weights(
     named_stacks = _Named("stacks", stacks or {})
 
     for name, module in model.named_modules():
-        for key, bias_key, layout, count in _describe(module, name, named_stacks):
-            weight = module._parameters.get(key)
+        for entry in (*_find_stacks(module, name, named_stacks), *describe(module, name)):
+            weight = module._parameters.get(entry.key)
             if weight is None or not weight.is_floating_point() or weight.numel() == 0:
                 continue
 
-            layer = name if key == "weight" else f"{name}.{key}".strip(".")
+            layer, layout = entry.name(name), entry.layout
             given = named_splits.find(layer, name)
-            parts = _divide(layer, layout, weight, count if given is None else given)
-            bias = module._parameters.get(bias_key)
+            parts = _divide(layer, layout, weight, entry.parts if given is None else given)
+            bias = module._parameters.get(entry.bias_key)
             yield UnitWeight(layer, module, weight, bias, layout, parts)
 
     named_splits.refuse_unused()
     named_stacks.refuse_unused()
 
 
-def _describe(
-    module: nn.Module, name: str, stacks: "_Named"
-) -> Iterator[tuple[str, str, Layout, int]]:
-    """Yield key, key of the bias, layout and number of parts of each weight of a module."""
-    for key, parameter in module._parameters.items():
-        axes = stacks.find(f"{name}.{key}".strip("."))
-        if axes is not None:
-            _check_axes(f"{name}.{key}", axes, parameter)
-            yield key, "", Layout(axes), 1
-
+def describe(module: nn.Module, name: str = "") -> Iterator[Entry]:
+    """Yield each weight with units of a module; GPT-2's packed projections go by their name."""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        yield "weight", "bias", Layout("io", module.groups), 1
+        yield Entry("weight", "bias", Layout("io", module.groups))
     elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        yield "weight", "bias", Layout(), 1
+        yield Entry("weight", "bias", Layout())
     elif is_conv1d(module):
-        fan_in, out = module._parameters["weight"].shape  # type: ignore[union-attr]
+        conv1d: Any = module
+        fan_in, out = conv1d.weight.shape
         is_packed = name.endswith("c_attn")  # GPT-2's q, k, v; k, v in its cross attention
-        yield "weight", "bias", Layout("io"), out // fan_in if is_packed else 1
+        yield Entry("weight", "bias", Layout("io"), out // fan_in if is_packed else 1)
     elif isinstance(module, nn.MultiheadAttention):
-        yield "in_proj_weight", "in_proj_bias", Layout(), 3
+        yield Entry("in_proj_weight", "in_proj_bias", Layout(), 3)
         for projection in "qkv":  # with kdim or vdim; the three share a bias
-            yield f"{projection}_proj_weight", "", Layout(), 1
+            yield Entry(f"{projection}_proj_weight", "", Layout())
     elif hasattr(module, "is_transposed") and hasattr(module, "is_concatenated"):
         # transformers marks its expert modules so.
         layout = Layout("eio" if module.is_transposed else "eoi")
         for key in EXPERT_WEIGHTS:
             is_packed = key == "gate_up_proj" and bool(module.is_concatenated)
-            yield key, f"{key}_bias", layout, 2 if is_packed else 1
+            yield Entry(key, f"{key}_bias", layout, 2 if is_packed else 1)
+
+
+def is_plain_layer(module: nn.Module) -> bool:
+    """Return whether a module computes what nn.Linear or nn.Conv1d/2d/3d does.
+
+    A subclass counts if it overrides and adds nothing.
+    """
+    bases = [base for base in PLAIN_LAYERS if isinstance(module, base)]
+    return bool(bases) and computes_as(module, bases[0])
+
+
+def _find_stacks(module: nn.Module, name: str, stacks: "_Named") -> Iterator[Entry]:
+    """Yield the parameters of a module that the user names as stacked experts."""
+    for key, parameter in module._parameters.items():
+        axes = stacks.find(f"{name}.{key}".strip("."))
+        if axes is not None:
+            _check_axes(f"{name}.{key}", axes, parameter)
+            yield Entry(key, "", Layout(axes))
 
 
 def _divide(

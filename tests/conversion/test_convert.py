@@ -1,7 +1,7 @@
 """convert_: the same function, or an error that leaves the model alone."""
 
 import copy
-import math
+import io
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -279,43 +279,6 @@ def test_the_plan_prints_a_summary() -> None:
     assert text.startswith("3 of 4 layers under GmP") and f"of {total:,} parameters" in text
 
 
-def test_verify_measures_the_largest_relative_difference() -> None:
-    def shifted(shift: float) -> nn.Module:
-        return FunctionModel(lambda m, x: {"a": x, "b": [4 * x + shift]})
-
-    x = torch.ones(2)
-    for inputs in (x, {"x": x}, (x,), [x]):
-        assert gp.verify(shifted(0), shifted(0.5), inputs) == pytest.approx(0.125)
-    with pytest.raises(ValueError, match="shapes"):
-        gp.verify(nn.Linear(2, 3), nn.Linear(2, 4), x)
-
-
-def test_verify_sees_nan_and_restores_the_mode() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken[0].weight.fill_(torch.nan)
-    assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
-    assert model.training and model[1].training
-
-
-def test_verify_sees_imaginary_parts_and_lets_equal_infinities_be() -> None:
-    first, second = (FunctionModel(lambda m, x, s=s: torch.complex(x, s * x)) for s in (1, -1))
-    assert gp.verify(first, second, torch.ones(3)) == pytest.approx(2**0.5)
-    x = torch.tensor([1.0, -torch.inf])
-    assert gp.verify(nn.Identity(), nn.Identity(), x) == 0
-    assert gp.verify(nn.Identity(), nn.ReLU(), x) == math.inf
-
-
-def test_verify_compares_attention_on_torchs_plain_path() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval()
-    mask = torch.tensor([[False, False, True], [False, False, False]])
-    inputs = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
-    converted = gp.convert_(copy.deepcopy(model), example_inputs=inputs)
-    assert gp.verify(model, converted, inputs) < 1e-5
-
-
 def two_layers(function: Callable) -> nn.Module:
     return FunctionModel(function, hidden=nn.Linear(4, 4), head=nn.Linear(4, 4))
 
@@ -383,3 +346,12 @@ def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
     model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
     decisions = {d.name: d.converted for d in gp.plan(model).decisions}
     assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx_export_says_to_fold_first(dynamo: bool) -> None:
+    pytest.importorskip("onnxscript")
+    model = gp.convert_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).eval()
+    with pytest.raises(Exception, match="fold the model first"):
+        torch.onnx.export(model, (torch.ones(1, 4),), io.BytesIO(), dynamo=dynamo, verbose=False)

@@ -171,8 +171,8 @@ INTEGER = FunctionModel(lambda m, x: x.mul(9).to(torch.int32).double())
         (through(spectral_norm(nn.Conv2d(*CONV, **DOUBLE))), (2, 3, 6, 6), "weight is computed"),
         (through(Absolute(*CONV, **DOUBLE)), (2, 3, 6, 6), "'1' computes something else"),
         (through(AbsoluteGmP(*CONV, **DOUBLE)), (2, 3, 6, 6), "the folded model differs by"),
-        (through(FLOOR, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "does not pass round"),
-        (through(INTEGER, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "does not pass to"),
+        (through(FLOOR, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "cannot be moved past round"),
+        (through(INTEGER, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "cannot be moved past to"),
     ],
     ids="pool norm residual output weight_norm spectral_norm subclass ours floor integer".split(),
 )
