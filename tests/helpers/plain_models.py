@@ -30,16 +30,18 @@ both_coordinates = pytest.mark.parametrize("coordinates", ["intrinsic", "angles"
 def mlp(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Sequential:
     """Return the same MLP in every call: layers 0 and 3 have units, 6 is the output layer."""
     torch.manual_seed(1)
-    inner = [nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 7), norm(7), nn.Tanh()]
-    inner[0].bias.data /= 2  # below the rows' lengths, so that all are stepped as distances
-    return nn.Sequential(*inner, nn.Linear(7, 3)).to(dtype)
+    first = nn.Linear(6, 8), norm(8), nn.Tanh()
+    second = nn.Linear(8, 7), norm(7), nn.Tanh()
+    first[0].bias.data /= 2  # below the rows' lengths, so that all are stepped as distances
+    return nn.Sequential(*first, *second, nn.Linear(7, 3)).to(dtype)
 
 
 def cnn(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Sequential:
     """Return the same CNN in every call: 0 and 3, a grouped layer, have units."""
     torch.manual_seed(1)
-    inner = [nn.Conv2d(2, 6, 3), norm(6), nn.Tanh(), nn.Conv2d(6, 8, 3, groups=2), norm(8)]
-    return nn.Sequential(*inner, nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)).to(dtype)
+    first = nn.Conv2d(2, 6, 3), norm(6), nn.Tanh()
+    second = nn.Conv2d(6, 8, 3, groups=2), norm(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32, 3)).to(dtype)
 
 
 def gpt2(**options: Any) -> nn.Module:
