@@ -61,6 +61,29 @@ def bert() -> nn.Module:
     return transformers.BertForSequenceClassification(config).double().eval()
 
 
+def mixture(name: str) -> nn.Module:
+    """Return a tiny language model with experts, of transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=131072,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        experts_implementation="eager",
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+
+
 def build(model: nn.Module, base: Any = torch.optim.SGD, **options: Any) -> gp.GeometricOptimizer:
     return gp.GeometricOptimizer(model, base, **{"lr": 0.05, **options})
 

@@ -15,6 +15,7 @@ from plain_models import (
     find_angles,
     find_table,
     gpt2,
+    mixture,
     rms,
     train,
 )
@@ -148,29 +149,6 @@ def gpt2s_attention() -> Piecewise:
     return Piecewise(gpt2(), pieces)
 
 
-def make_mixture(name: str) -> nn.Module:
-    """Return a tiny language model with experts, of transformers."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=20,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=131072,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        experts_implementation="eager",
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
-
-
 def mixtral() -> Piecewise:
     """Its experts are (experts, outputs, inputs); gate and up are halves of a matrix."""
 
@@ -183,7 +161,7 @@ def mixtral() -> Piecewise:
             for down in get(f"{experts}.down_proj"):
                 yield down, None
 
-    return Piecewise(make_mixture("Mixtral"), pieces)
+    return Piecewise(mixture("Mixtral"), pieces)
 
 
 def gpt_oss() -> Piecewise:
@@ -196,7 +174,7 @@ def gpt_oss() -> Piecewise:
                 weights = [weight.t() for weight in get(name)]
                 yield from zip(weights, get(f"{name}_bias"), strict=True)
 
-    return Piecewise(make_mixture("GptOss"), pieces)
+    return Piecewise(mixture("GptOss"), pieces)
 
 
 class Experts(nn.Module):
@@ -289,7 +267,7 @@ def test_an_expert_without_tokens_does_not_turn(base: str) -> None:
 
 @pytest.mark.parametrize("name, router", [("Mixtral", "gate"), ("GptOss", "router")])
 def test_experts_are_units_and_routers_stay_plain(name: str, router: str) -> None:
-    table = find_table(build(make_mixture(name)))
+    table = find_table(build(mixture(name)))
     assert table[f"model.layers.1.mlp.{router}.weight"] == "a router"
     assert table["lm_head.weight"].startswith("the output layer")
     parts = 8 if name == "Mixtral" else 4
