@@ -181,11 +181,18 @@ def test_maximize_raises_the_loss() -> None:
         ({"betas": (0.9, 0.95)}, "Muon, the base, has no option 'betas'.*rest=functools.partial"),
         ({"turns": 2.4}, "no option 'turns'; did you mean 'turn'"),
         ({"momentun": 0.9}, "no option 'momentun'; did you mean 'momentum'"),
+        ({"dampening": 0.1}, "Muon, the base, has no option 'dampening'.$"),
     ],
 )
 def test_an_option_that_the_base_lacks_gets_a_sentence(options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build(mlp(), Muon, **options)
+
+
+def test_an_option_counts_more_than_a_partials_for_base_and_rest() -> None:
+    base = functools.partial(AdamW, betas=(0.7, 0.7))
+    groups = build(mlp(), base, betas=(0.5, 0.5)).param_groups
+    assert [group["betas"] for group in groups] == [(0.5, 0.5), (0.5, 0.5)]
 
 
 def test_a_partial_of_the_rest_keeps_its_rate_as_a_ratio() -> None:

@@ -283,6 +283,19 @@ def test_a_router_of_ones_own_beside_experts_stays_plain() -> None:
     assert table["block.experts.w1"].startswith("24 6")
 
 
+def test_a_router_in_the_module_of_a_stack_stays_plain() -> None:
+    mixture = Experts()
+    mixture.gate = nn.Linear(6, 3)
+    model = nn.Sequential(mixture, nn.Linear(8, 3))
+    assert find_table(build(model, stacks={"w1": "ieo"}))["0.gate.weight"] == "a router"
+
+
+def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
+    model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
+    assert find_table(build(model))["qkv.weight"].endswith("q, k, v in one? Then give split=")
+    assert find_table(build(model, split={"qkv": 3}))["qkv.weight"].endswith("free; 3 layers")
+
+
 def test_a_stack_that_nobody_named_stays_plain() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     assert find_table(build(model))["0.w1"] == "not in a known layer"
@@ -339,10 +352,11 @@ def test_a_split_or_stack_that_does_not_fit_gets_a_sentence(options: Any, words:
         build(packed(), **options)
 
 
-def test_the_letters_of_a_stack_are_checked() -> None:
+@pytest.mark.parametrize("axes", ["eo", "eoo", 3])
+def test_the_letters_of_a_stack_are_checked(axes: Any) -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="letters e, o and i once each; got 'eo'"):
-        build(model, stacks={"w1": "eo"})
+    with pytest.raises(ValueError, match=f"letters e, o and i once each; got {axes!r}"):
+        build(model, stacks={"w1": axes})
 
 
 def test_a_state_of_packed_layers_goes_on() -> None:

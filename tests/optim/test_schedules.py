@@ -209,6 +209,11 @@ def test_a_turn_that_looks_like_a_rate_is_warned_of() -> None:
         build(mlp(), turn=0.02)
 
 
+def test_a_rate_that_looks_like_an_angle_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="lr=2.4 is the rate at which AdamW .* far too large"):
+        build(mlp(), Muon, turn=2.4, lr=2.4)
+
+
 def set_rate(optimizer: Any, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -53,6 +53,13 @@ def test_printing_names_the_present_rate_and_the_decay_of_r() -> None:
     assert "decay 0.3 on r" in str(optimizer)
 
 
+def test_printing_names_the_present_angle() -> None:
+    optimizer = build(mlp(), turn=2.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0125
+    assert "turn 2 degrees at lr 0.05, now 0.5 at lr 0.0125" in str(optimizer)
+
+
 def test_a_frozen_layer_is_not_counted() -> None:
     model = mlp()
     model[0].requires_grad_(False)
