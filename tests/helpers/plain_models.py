@@ -152,8 +152,10 @@ def rows(layer: nn.Module) -> Tensor:
 
 def find_angles(old: Tensor, new: Tensor) -> Tensor:
     """Return by how many degrees each row has turned."""
-    u, v = (nn.functional.normalize(x.double(), dim=1) for x in (old, new))
-    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))
+    u = nn.functional.normalize(old.double(), dim=1)
+    v = nn.functional.normalize(new.double(), dim=1)
+    half = torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1))
+    return torch.rad2deg(2 * half)
 
 
 def rms(x: Tensor) -> float:
@@ -165,10 +167,10 @@ def step_and_find_angles(
     model: Any, optimizer: Any, step: int = 0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Train for one step; return the angles by which the units of layers 0 and 3 have turned."""
-    before = rows(model[0]), rows(model[3])
+    first, second = rows(model[0]), rows(model[3])
     backward(model, step, scale)
     optimizer.step()
-    return find_angles(before[0], rows(model[0])), find_angles(before[1], rows(model[3]))
+    return find_angles(first, rows(model[0])), find_angles(second, rows(model[3]))
 
 
 def find_table(optimizer: Any) -> dict[str, str]:

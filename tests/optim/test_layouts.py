@@ -17,12 +17,13 @@ from plain_models import (
     gpt2,
     mixture,
     rms,
+    rows,
     train,
 )
 from torch import Tensor, nn
 
-Layers = list[tuple[Tensor, Tensor | None]]
-Pieces = Callable[[Callable[[str], Tensor]], Iterable[tuple[Tensor, Tensor | None]]]
+Layer = tuple[Tensor, Tensor | None]  # weight and bias
+Pieces = Callable[[Callable[[str], Tensor]], Iterable[Layer]]
 
 BASES: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
@@ -44,10 +45,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def packed() -> FunctionModel:
     """Return a head of attention whose projections are one matrix."""
     torch.manual_seed(1)
-    layers = {"qkv": nn.Linear(6, sum(SIZES)), "head": nn.Linear(4, 3)}
-    return FunctionModel(
-        lambda m, x: m.head(attend(*m.qkv(x).split(SIZES, dim=-1))), **layers
-    ).double()
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.qkv(x).split(SIZES, dim=-1)
+        return model.head(attend(q, k, v))
+
+    qkv, head = nn.Linear(6, sum(SIZES)), nn.Linear(4, 3)
+    return FunctionModel(forward, qkv=qkv, head=head).double()
 
 
 def apart() -> FunctionModel:
@@ -58,16 +62,20 @@ def apart() -> FunctionModel:
     for name, weight, bias in zip("qkv", weights, biases, strict=True):
         layers[name] = nn.Linear(6, len(weight)).double()
         layers[name].load_state_dict({"weight": weight, "bias": bias})
-    return FunctionModel(
-        lambda m, x: m.head(attend(m.q(x), m.k(x), m.v(x))), **layers, head=source.head
-    )
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.q(x), model.k(x), model.v(x)
+        return model.head(attend(q, k, v))
+
+    return FunctionModel(forward, **layers, head=source.head)
 
 
 @every_base
 def test_a_packed_projection_trains_as_three_layers(base: str) -> None:
     model, other = packed(), apart()
-    one = train(model, build(model, split={"qkv": SIZES}, **BASES[base]), 20)
-    two = train(other, build(other, **BASES[base]), 20)
+    optimizer = build(model, split={"qkv": SIZES}, **BASES[base])
+    same = build(other, **BASES[base])
+    one, two = train(model, optimizer, 20), train(other, same, 20)
     bound = 2e-2 if "Muon" in base else 1e-12  # Newton-Schulz steps are in bfloat16
     torch.testing.assert_close(one, two, rtol=bound, atol=bound)
 
@@ -102,12 +110,12 @@ class Piecewise:
                 layer.bias.data.copy_(bias)
             self.apart.append(layer)
 
-    def find_values(self) -> Layers:
+    def find_values(self) -> list[Layer]:
         """Return copies of the layers' weights and biases."""
         cut = self.pieces(lambda name: self.model.get_parameter(name).detach().clone())
         return list(cut)
 
-    def find_turns(self, before: Layers) -> list[float]:
+    def find_turns(self, before: list[Layer]) -> list[float]:
         """Return the rms angle by which each layer has turned."""
         pairs = zip(before, self.find_values(), strict=True)
         return [rms(find_angles(old, new)) for (old, _), (new, _) in pairs]
@@ -129,8 +137,12 @@ class Piecewise:
 def attention() -> Piecewise:
     torch.manual_seed(1)
     mha = nn.MultiheadAttention(6, 2, batch_first=True)
-    layers = {"attention": mha, "head": nn.Linear(6, 3)}
-    model = FunctionModel(lambda m, x: m.head(m.attention(*[x[None]] * 3)[0][0]), **layers)
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        mixed, _ = model.attention(x, x, x)
+        return model.head(mixed)
+
+    model = FunctionModel(forward, attention=mha, head=nn.Linear(6, 3))
 
     def pieces(get: Any) -> Any:
         weights, biases = (get(f"attention.in_proj_{x}").chunk(3) for x in ("weight", "bias"))
@@ -240,10 +252,11 @@ def test_each_layer_in_a_parameter_turns_by_the_angle(layout: str) -> None:
 def test_an_own_projection_is_split_by_a_number_of_equal_parts() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    both = Piecewise(model, lambda get: [(part, None) for part in get("0.weight").chunk(3)])
-    before = both.find_values()
-    train(model, build(model, turn=2.0, max_turn=180, split={"0": 3}), 1)
-    assert both.find_turns(before) == pytest.approx([2.0] * 3, rel=1e-6)
+    before = rows(model[0]).chunk(3)
+    optimizer = build(model, turn=2.0, max_turn=180, split={"0": 3})
+    train(model, optimizer, 1)
+    for old, new in zip(before, rows(model[0]).chunk(3), strict=True):
+        assert rms(find_angles(old, new)) == pytest.approx(2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("base", ["SGD, turn", "Adam, turn", "Muon, turn"])
@@ -306,8 +319,9 @@ def test_a_stack_that_nobody_named_stays_plain() -> None:
 def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> None:
     attention = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     transposed = nn.ConvTranspose1d(6, 6, 1, groups=2), nn.BatchNorm1d(6)
-    model = nn.Sequential(nn.Embedding(6, 8), attention, *transposed, nn.Linear(8, 6)).double()
-    model[4].weight = model[0].weight
+    embedding, head = nn.Embedding(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(embedding, attention, *transposed, head).double()
+    head.weight = embedding.weight
     tokens = torch.arange(6)[None]
     inputs = tokens if is_traced else None
     optimizer = build(model, coordinates=coordinates, example_inputs=inputs)
@@ -324,12 +338,14 @@ def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> No
 
 @both_coordinates
 def test_units_of_a_transposed_convolution_are_its_columns(coordinates: str) -> None:
-    model = nn.Sequential(nn.ConvTranspose1d(6, 6, 1, groups=2), nn.Linear(8, 3)).double()
-    before = copy.deepcopy(model[0].weight.detach())
+    layer = nn.ConvTranspose1d(6, 6, 1, groups=2)
+    model = nn.Sequential(layer, nn.Linear(8, 3)).double()
+    before = copy.deepcopy(layer.weight)
     optimizer = build(model, coordinates=coordinates, scale="fixed")
-    model(torch.randn(4, 6, 8).double()).square().mean().backward()
+    x = torch.randn(4, 6, 8).double()
+    model(x).square().mean().backward()
     optimizer.step()
-    for new, old in zip(model[0].weight.detach().chunk(2), before.chunk(2), strict=True):
+    for new, old in zip(layer.weight.chunk(2), before.chunk(2), strict=True):
         torch.testing.assert_close(new.norm(dim=0), old.norm(dim=0))
 
 
@@ -361,7 +377,8 @@ def test_the_letters_of_a_stack_are_checked(axes: Any) -> None:
 
 def test_a_state_of_packed_layers_goes_on() -> None:
     model, other = packed(), packed()
-    optimizer, resumed = (build(m, split={"qkv": SIZES}, turn=2.0) for m in (model, other))
+    options = {"split": {"qkv": SIZES}, "turn": 2.0}
+    optimizer, resumed = build(model, **options), build(other, **options)
     train(model, optimizer)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(optimizer.state_dict())

@@ -30,7 +30,8 @@ class Loop:
 
     def step(self, by: int = 1) -> None:
         self.count += by
-        rate = RATE * min(1, (self.count + 1) / 3) * (1 - self.count / STEPS)
+        warm_up = min(1, (self.count + 1) / 3)
+        rate = RATE * warm_up * (1 - self.count / STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -152,7 +153,8 @@ def test_the_starting_rate_is_a_float_that_no_schedule_moves(lr: Any) -> None:
 
 def test_a_groups_own_rate_scales_its_turn() -> None:
     model = mlp()
-    groups = [{"params": model[0].parameters(), "lr": RATE / 4}, {"params": model[3].parameters()}]
+    slower = {"params": model[0].parameters(), "lr": RATE / 4}
+    groups = [slower, {"params": model[3].parameters()}]
     optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
     found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
     assert optimizer.turn() == pytest.approx([TURN / 4, TURN])
@@ -184,8 +186,9 @@ def find_changes(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     for group in optimizer.param_groups:
         group["lr"] = RATE / 2
     train(model, optimizer, 1)
-    lengths = rows(model[0]).norm(dim=1) - rows(mlp()[0]).norm(dim=1)
-    return lengths, rows(model[6]) - rows(mlp()[6])
+    first = mlp()
+    r = rows(model[0]).norm(dim=1) - rows(first[0]).norm(dim=1)
+    return r, rows(model[6]) - rows(first[6])
 
 
 def test_one_number_for_all_groups_keeps_the_ratio_of_r() -> None:

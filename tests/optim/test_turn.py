@@ -116,18 +116,20 @@ def test_a_bounded_unit_does_not_turn_round_by_the_sign_of_r(bound: Any) -> None
 @pytest.mark.parametrize("bound", [{"turn": 2.4}, {"max_turn": 10.0}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_unit_that_vanishes_and_comes_back_stays_finite(bound: Any, bias: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 1))
-    nn.init.normal_(model[0].weight, std=0.02)
+    layer = nn.Linear(8, 8, bias=bias)
+    model = nn.Sequential(layer, nn.Linear(8, 1))
+    nn.init.normal_(layer.weight, std=0.02)
     x = torch.randn(64, 8)
     optimizer = build(model, torch.optim.AdamW, lr=1e-2, **bound)
     for target in (0, 1):
         for _ in range(150):
             model.zero_grad()
-            (model[0](x) - target).square().mean().backward()
+            loss = (layer(x) - target).square().mean()
+            loss.backward()
             optimizer.step()
     assert_finite(model)
     if not bias:
-        assert 0.01 < rows(model[0]).norm(dim=1).max() < 10
+        assert 0.01 < rows(layer).norm(dim=1).max() < 10
 
 
 @both_coordinates
