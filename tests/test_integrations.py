@@ -1,5 +1,6 @@
 """Accelerate, Lightning and transformers' Trainer: optimizers and trackers do there as by hand."""
 
+import functools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +318,13 @@ def test_accelerates_schedule_resumes_in_the_middle(
         train(other, resumed, 1, step)
         schedule.step()
     assert_same_weights(model, other)
+
+
+def test_what_a_partial_names_counts_before_trainers_settings(tmp_path: Path) -> None:
+    base = functools.partial(torch.optim.AdamW, betas=(0.7, 0.7))
+    trainer = make_trainer(tmp_path, {"base": base}, learning_rate=0.02, adam_beta2=0.95)
+    groups = trainer.create_optimizer().param_groups
+    assert [group["betas"] for group in groups] == [(0.7, 0.7), (0.7, 0.7)]
 
 
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
