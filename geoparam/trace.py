@@ -34,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
 from geoparam.inspection import arguments_of, inspection_mode, refuse_unready, tensors_in
+from geoparam.model.unit_layers import find_channel
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name
 
@@ -402,9 +403,7 @@ def _step(module: nn.Module) -> Node:
     weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
     is_matrix = is_leaf and isinstance(weight, Tensor) and weight.ndim > 1
     if is_matrix or isinstance(module, LAYERS) or isinstance(weight, property):
-        kernel = getattr(module, "kernel_size", ())
-        positions = len(kernel) if isinstance(kernel, tuple) else 0
-        return Node("layer", op, channel=-1 - positions)
+        return Node("layer", op, channel=find_channel(module))
     return Node("", op)
 
 

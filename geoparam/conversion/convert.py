@@ -37,6 +37,7 @@ from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
+from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
 from geoparam.trace import Filter, record_run
 
@@ -252,11 +253,11 @@ class _InputMeans:
                 record_run(model, batch)  # evaluation, no gradients, nothing left behind
 
     def _add(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> None:
-        channel = -1 - len(getattr(layer, "kernel_size", ()))
+        x = args[0] if args else next(iter(kwargs.values()))
         with torch._C.DisableTorchFunction():  # what is computed here is no step of the model
-            x = [*args, *kwargs.values()][0].detach().double().movedim(channel, 0).flatten(1)
-            self.sums[name] = self.sums.get(name, 0) + x.sum(dim=1)
-            self.counts[name] += x.shape[1]
+            columns = x.detach().double().movedim(find_channel(layer), 0).flatten(1)
+            self.sums[name] = self.sums.get(name, 0) + columns.sum(dim=1)
+            self.counts[name] += columns.shape[1]
 
     def get(self, name: str) -> Tensor | None:
         """Return the mean of a layer's input; None where nothing was gathered."""
