@@ -148,7 +148,8 @@ def _copy_leaf(copies: dict[int, Tensor], leaf: Any) -> Any:
         return copy.deepcopy(leaf, memo)
     except Exception:  # it holds a lock or the like: only its own tensors are copied
         shallow = copy.copy(leaf)
-        vars(shallow).update({k: memo.get(id(v), v) for k, v in vars(leaf).items()})
+        for key, value in vars(leaf).items():
+            vars(shallow)[key] = memo.get(id(value), value)
         return shallow
 
 

@@ -347,7 +347,8 @@ class _Recorder(TorchFunctionMode):
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Record a call that made or changed a tensor; of constants, only their owner."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
-        results = [t for t in _find_tensors((result,)) if all(t is not r.tensor for r in read)]
+        read_ids = {id(r.tensor) for r in read}
+        results = [t for t in _find_tensors((result,)) if id(t) not in read_ids]
         results += changed
         if not results or node.kind == "constant":
             return

@@ -216,14 +216,15 @@ class _Planner:
 
         self._refuse_computed_weight(candidate)
         self._refuse_held(candidate)
+        weight, bias = candidate.read()
         decision = self._choose_norm(candidate, Decision(name, kind, True))
         if self.request.init is None:
-            reason = self._check_values(candidate, decision)
+            reason = self._check_values(weight, bias, decision)
         if self.request.weights == "plain":  # r and its limits do not apply
             reason = self._explain_left_plain(candidate, decision)
         if reason:
             return Decision(name, kind, False, (reason,))
-        return self._add_facts(candidate, decision)
+        return self._add_facts(weight, bias, decision)
 
     def _explain_left(self, candidate: Candidate) -> str:
         """Return why a layer that has a GmP form stays as it is, "" if it does not."""
@@ -328,9 +329,8 @@ class _Planner:
             return None, f"{node.name} stays: {reason}"
         return node.name, ""
 
-    def _check_values(self, candidate: Candidate, decision: Decision) -> str:
+    def _check_values(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> str:
         """Raise for NaN; return a reason to leave the layer where r or r lam cannot hold it."""
-        weight, bias = candidate.read()
         if weight.is_meta:
             return ""
         for key, tensor in (("weight", weight), ("bias", bias)):
@@ -367,9 +367,8 @@ class _Planner:
             return decision.notes[0] if decision.notes else "no BatchNorm follows it"
         return ""
 
-    def _add_facts(self, candidate: Candidate, decision: Decision) -> Decision:
+    def _add_facts(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> Decision:
         """Add a layer's number of parameters, and what is worth knowing about them."""
-        weight, bias = candidate.read()
         notes = list(decision.notes)
         if not weight.is_meta:
             is_zero = ~weight.flatten(1).any(dim=1)
