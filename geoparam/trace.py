@@ -68,7 +68,8 @@ LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCel
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 KNOWN = ("torch", "torchvision", "timm", "transformers", "geoparam")  # by their classes' names
 NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-Watch = Mapping[int, Sequence[Callable[[Tensor], None]]]
+Step = tuple[int, str, str | None]  # number, op and name of a node
+Watch = Mapping[Step, Sequence[Callable[[Tensor], None]]]
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
@@ -95,8 +96,8 @@ def trace(
         model: Any module. It runs eagerly, also where it is compiled.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
-        watch: Functions by the number of a step. They are called once the step is recorded, with
-            a copy of the tensor that it read, as it was before the step.
+        watch: Functions by number, op and name of a step. They are called once the step is
+            recorded, with a copy of the tensor that it read, as it was before the step.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -213,6 +214,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
+        self.watched = {number for number, _, _ in watch}
         self.seen: Tensor | None = None  # by the next step, if that is watched
         self.nodes: list[Node] = []
         self.reads: set[int] = set()  # ids of the tensors that functions computed with
@@ -327,7 +329,7 @@ class _Recorder(TorchFunctionMode):
     def see(self, args: tuple, kwargs: Mapping[str, object]) -> list[_Read]:
         """Read the arguments of a call, and copy the one that a watched step would read."""
         read = self.read((*args, *kwargs.values()))
-        if len(self.nodes) in self.watch:
+        if len(self.nodes) in self.watched:
             self.seen = next((r.tensor.clone() for r in read if r.sources), None)
         return read
 
@@ -377,7 +379,7 @@ class _Recorder(TorchFunctionMode):
         if self.seen is not None:
             seen, self.seen = self.seen, None
             with torch._C.DisableTorchFunction():  # what they compute is no step
-                for function in self.watch[len(self.nodes) - 1]:
+                for function in self.watch.get((len(self.nodes) - 1, node.op, node.name), ()):
                     function(seen)
 
 

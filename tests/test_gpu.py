@@ -1,10 +1,13 @@
-"""Layers on a GPU: the numbers of the CPU, in every mode that training uses."""
+"""Layers and the optimizer on a GPU: the numbers of the CPU, in every mode of training."""
 
 import copy
+from typing import Any
 
 import numpy as np
+import plain_models
 import pytest
 import torch
+from broken_steps import break_at_lines, remember_values
 from torch import nn
 
 import geoparam as gp
@@ -153,3 +156,152 @@ def test_input_means_of_large_images(kernel: int, monkeypatch: pytest.MonkeyPatc
         assert error(own, exact) < 1e-4
     for own, other, exact in zip(train(2**22, True), rounded, expected, strict=True):
         assert error(own, exact) < 2 * error(other, exact)
+
+
+# ---- the optimizer
+
+
+def start_on_gpu(kind: str, make: Any = plain_models.mlp) -> tuple[Any, Any]:
+    """Return a float32 model on the GPU, or one in half precision, with an optimizer."""
+    options = {**plain_models.KINDS[kind]}
+    model = make(options.pop("dtype", torch.float32)).cuda()
+    return model, plain_models.build(model, **options)
+
+
+every_kind = pytest.mark.parametrize("kind", plain_models.KINDS)
+
+
+@every_kind
+@pytest.mark.parametrize("make", [plain_models.mlp, plain_models.cnn])
+def test_the_optimizer_follows_the_cpu(kind: str, make: Any) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    model, optimizer = start_on_gpu(kind, make)
+    twin = copy.deepcopy(model).cpu()
+    options = {key: x for key, x in plain_models.KINDS[kind].items() if key != "dtype"}
+    same = plain_models.build(twin, **options)
+    for step in range(5):
+        plain_models.backward(twin, step)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad.cuda()
+        optimizer.step()
+        same.step()
+    is_rough = "bfloat16" in kind or kind == "Muon"
+    plain_models.assert_same_weights(model.cpu(), twin, 2e-2 if is_rough else 1e-5)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 4e-6), (torch.float64, 1e-13)])
+def test_row_kernels_compute_what_plain_torch_does(dtype: torch.dtype, bound: float) -> None:
+    from geoparam.kernels.rows import Rows, rows_for
+
+    shapes = [(3, 5), (0, 4), (4, 1), (2, 1030), (300, 64), (70, 5000)]
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    assert type(rows_for(shapes, like)) is not Rows
+    results = []
+    for rows in (rows_for(shapes, like), Rows(shapes, like)):
+        torch.manual_seed(0)
+        w, g, d, grad_d, work = (
+            [torch.randn(shape).to(like) for shape in shapes] for _ in "wgdcb"
+        )
+        w[0][1:] = 0
+        r, a, b, length = torch.randn(4, sum(count for count, _ in shapes)).to(like)
+        r[2] = 0
+        projected = rows.project(w, g, grad_d, length.abs() + 0.5, r)
+        measured = rows.measure(w, d, projected[0], work)
+        rows.combine(w, d, a, b)
+        results.append([*projected, *grad_d, *measured, *d])
+    torch.testing.assert_close(*results, rtol=bound, atol=10 * bound)
+
+
+@every_kind
+def test_a_state_goes_on_from_gpu_to_cpu(kind: str) -> None:
+    model, optimizer = start_on_gpu(kind)
+    plain_models.train(model, optimizer)
+    twin = copy.deepcopy(model).cpu()
+    options = {key: x for key, x in plain_models.KINDS[kind].items() if key != "dtype"}
+    resumed = plain_models.build(twin, **options)
+    resumed.load_state_dict(plain_models.through_a_file(optimizer.state_dict()))
+    losses = (
+        plain_models.train(model, optimizer, first=3),
+        plain_models.train(twin, resumed, first=3),
+    )
+    torch.testing.assert_close([x.cpu() for x in losses[0]], losses[1], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "turn", "bfloat16 turn"])
+def test_breaking_a_step_on_a_gpu_leaves_each_weight_as_before_or_as_after(kind: str) -> None:
+    model, optimizer = start_on_gpu(kind)
+    plain_models.train(model, optimizer)
+    restore = remember_values(model, optimizer)
+    plain_models.backward(model, 3)
+    break_at_lines(model, optimizer, restore)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.Muon])
+def test_a_step_keeps_no_scratch_memory(base: Any) -> None:
+    first = torch.cuda.memory_allocated()
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 3)).cuda()
+    optimizer = plain_models.build(model, base, momentum=0.9)
+    plain_models.step_with_ones(model, optimizer)
+    model.zero_grad()
+    tensors = [*model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [x for x in state.values() if isinstance(x, torch.Tensor)]
+    needed = sum(x.nbytes for x in tensors)
+    assert torch.cuda.memory_allocated() - first < 1.2 * needed
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn"])
+def test_a_warm_step_never_waits(kind: str) -> None:
+    model, optimizer = start_on_gpu(kind)
+    plain_models.train(model, optimizer)
+    plain_models.backward(model, 3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"turn": 2.0}, {"coordinates": "angles"}], ids=str)
+def test_a_captured_step_goes_on_as_an_eager_one(options: Any) -> None:
+    capturable = {"base": torch.optim.Adam, "capturable": True}
+    capturable["lr"] = torch.tensor(0.01, device="cuda")
+    pairs = []
+    for _ in range(2):
+        model = plain_models.mlp(torch.float32).cuda()
+        optimizer = plain_models.build(model, **capturable, **options)
+        plain_models.train(model, optimizer)
+        plain_models.backward(model, 3)
+        pairs.append((model, optimizer))
+    (model, captured), (other, eager) = pairs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for _ in range(3):
+        graph.replay()
+        eager.step()
+    plain_models.assert_same_weights(model, other, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn"])
+def test_layers_of_zeros_grow_on_a_gpu(kind: str) -> None:
+    def zeroed(dtype: torch.dtype) -> nn.Module:
+        model = plain_models.mlp(dtype)
+        nn.init.zeros_(model[3].weight)
+        return model
+
+    model, optimizer = start_on_gpu(kind, zeroed)
+    losses = [plain_models.train(model, optimizer, 1)[0] for _ in range(40)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.Muon])
+def test_packed_layers_turn_by_the_angle_on_a_gpu(base: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 3)).cuda()
+    optimizer = plain_models.build(model, base, turn=2.0, max_turn=180.0, split={"0": 3})
+    before = plain_models.rows(model[0]).chunk(3)
+    model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+    for old, new in zip(before, plain_models.rows(model[0]).chunk(3), strict=True):
+        angle = plain_models.rms(plain_models.find_angles(old, new))
+        assert angle == pytest.approx(2.0, rel=1e-3)

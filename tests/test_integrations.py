@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_models import assert_same_weights, mlp, start
+from plain_models import (
+    assert_same_weights,
+    find_angles,
+    mlp,
+    rms,
+    rows,
+    start,
+    step_and_find_angles,
+    train,
+)
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -202,26 +211,123 @@ def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:
         assert torch.equal(after["snapshot"]["directions"][name], directions)
 
 
-def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:
+def make_trainer(folder: Path, options: Any, **arguments: Any) -> Any:
+    """Return a Trainer of an MLP whose optimizer is made by Geometric."""
     transformers = pytest.importorskip("transformers")
     Geometric = pytest.importorskip("geoparam.integrations.transformers").Geometric
-    args = transformers.TrainingArguments(str(tmp_path), weight_decay=0.3, learning_rate=0.02)
-    choice = Geometric, {"base": torch.optim.AdamW, "args": args}
-    trainer = transformers.Trainer(mlp(), args, optimizer_cls_and_kwargs=choice)
-    found = [(g["lr"], g["weight_decay"]) for g in trainer.create_optimizer().param_groups]
-    assert found == [(0.02, 0.0), (0.02, 0.3)]
+    chosen = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_grad_norm": 0}
+    chosen |= {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    args = transformers.TrainingArguments(str(folder), **chosen, **arguments)
+    choice = Geometric, {"args": args, **options}
+    model = WithLoss(mlp(torch.float32), F.cross_entropy)
+    return transformers.Trainer(model, args, train_dataset=IMAGES, optimizer_cls_and_kwargs=choice)
+
+
+ADAMW = {"base": torch.optim.AdamW}
+IMAGES = [{"x": torch.arange(6).mul(i + 1.0).sin(), "labels": i % 3} for i in range(8)]
+
+
+def test_trainers_factory_takes_all_of_its_adam_settings(tmp_path: Path) -> None:
+    settings = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    trainer = make_trainer(tmp_path, ADAMW, weight_decay=0.3, learning_rate=0.02, **settings)
+    units, rest = trainer.create_optimizer().param_groups
+    assert (units["lr"], rest["lr"]) == (0.02, 0.02)
+    assert (units["weight_decay"], rest["weight_decay"]) == (0.0, 0.3)
+    for group in (units, rest):
+        assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
+
+
+def test_trainers_adam_settings_are_the_rests_beside_muon(tmp_path: Path) -> None:
+    options = {"base": torch.optim.Muon, "turn": 2.0}
+    trainer = make_trainer(tmp_path, options, learning_rate=0.02, adam_beta2=0.95)
+    units, rest = trainer.create_optimizer().param_groups
+    assert "betas" not in units and rest["betas"] == (0.9, 0.95)
+
+
+def test_what_the_factory_is_given_counts_before_trainers_settings(tmp_path: Path) -> None:
+    options = {**ADAMW, "lr": 0.5, "betas": (0.7, 0.7)}
+    trainer = make_trainer(tmp_path, options, learning_rate=0.02, adam_beta2=0.95)
+    units, _ = trainer.create_optimizer().param_groups
+    assert (units["lr"], units["betas"]) == (0.5, (0.7, 0.7))
+
+
+def test_trainers_schedule_turns_by_the_rate_that_it_logs(tmp_path: Path) -> None:
+    schedule = {"lr_scheduler_type": "linear", "warmup_steps": 2, "logging_steps": 1}
+    options = {**ADAMW, "turn": 2.0, "max_turn": 180.0}
+    trainer = make_trainer(tmp_path, options, learning_rate=0.02, num_train_epochs=2, **schedule)
+    layer = trainer.model.net[0]
+    before, angles = rows(layer), []
+
+    def note(*_: Any) -> None:
+        nonlocal before
+        angles.append(rms(find_angles(before, rows(layer))))
+        before = rows(layer)
+
+    trainer.create_optimizer().register_step_post_hook(note)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    expected = [2.0 * rate / 0.02 for rate in rates]
+    assert max(rates) == 0.02 and len(set(rates)) > 4
+    assert angles == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_trainers_schedule_resumes_in_the_middle(tmp_path: Path) -> None:
+    schedule = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "save_strategy": "epoch"}
+    options = {"base": torch.optim.Muon, "turn": 2.0}
+    trainers = []
+    for _ in range(2):
+        trainers.append(
+            make_trainer(tmp_path, options, learning_rate=0.02, num_train_epochs=2, **schedule)
+        )
+    trainers[0].train()
+    trainers[1].train(resume_from_checkpoint=tmp_path / f"checkpoint-{STEPS}")
+    assert_same_weights(*(trainer.model for trainer in trainers))
+
+
+def prepare(kind: str = "turn") -> tuple[Any, ...]:
+    """Return an accelerator, a model, its optimizer, and a schedule of eight steps."""
+    transformers = pytest.importorskip("transformers")
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, optimizer = start(kind)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 8)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+
+def test_accelerates_schedule_turns_by_the_rate(fresh_accelerate: None) -> None:
+    _, model, optimizer, schedule = prepare()
+    for step in range(8):
+        expected = 2.0 * schedule.get_last_lr()[0] / 0.05
+        angles = step_and_find_angles(model, optimizer, step)[0]
+        assert rms(angles) == pytest.approx(expected, abs=1e-6)
+        schedule.step()
+
+
+def test_accelerates_schedule_resumes_in_the_middle(
+    fresh_accelerate: None, tmp_path: Path
+) -> None:
+    accelerator, model, optimizer, schedule = prepare()
+    for step in range(8):
+        if step == 4:
+            accelerator.save_state(tmp_path)
+        train(model, optimizer, 1, step)
+        schedule.step()
+    accelerator, other, resumed, schedule = prepare()
+    accelerator.load_state(tmp_path)
+    for step in range(4, 8):
+        train(other, resumed, 1, step)
+        schedule.step()
+    assert_same_weights(model, other)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
 @pytest.mark.parametrize("run", [Fit.by_accelerate, Fit.by_lightning, Fit.by_trainer])
 def test_a_second_epoch_goes_on_from_a_file(run: Any, kind: str, tmp_path: Path) -> None:
-    points = [{"x": torch.arange(6).mul(i + 1.0).sin(), "labels": i % 3} for i in range(8)]
     nets = [start(kind, lambda _: mlp(torch.float32)) for _ in range(3)]
     (expected, optimizer), *fits = [(WithLoss(net, F.cross_entropy), its) for net, its in nets]
-    for part in [*DataLoader(points, batch_size=2)] * 2:
+    for part in [*DataLoader(IMAGES, batch_size=2)] * 2:
         expected.zero_grad()
         expected(**part)["loss"].backward()
         optimizer.step()
     for epochs, (model, its) in enumerate(fits, start=1):
-        run(Fit(model, its, points, tmp_path, epochs))
+        run(Fit(model, its, IMAGES, tmp_path, epochs))
     assert_same_weights(model.net, expected.net)

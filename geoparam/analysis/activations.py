@@ -65,8 +65,9 @@ class SReLU(nn.Module):
         lower, upper = (along_channels(point, z, self.dim) for point in self.breakpoints())
         below = along_channels(self.lower_slope - 1, z, self.dim)
         above = along_channels(self.upper_slope - 1, z, self.dim)
-        bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
-        return z + bent.to(z.dtype)
+        low_part = below * (z - lower).clamp(max=0)
+        high_part = above * (z - upper).clamp(min=0)
+        return z + (low_part + high_part).to(z.dtype)
 
 
 def along_channels(value: Any, z: Tensor, dim: int) -> Any:

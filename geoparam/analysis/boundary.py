@@ -34,6 +34,13 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.activations import breaks
+from geoparam.analysis.layer_units import (
+    UnitRows,
+    count_positions,
+    count_units,
+    has_units,
+    read_rows,
+)
 from geoparam.analysis.norms import (
     Moments,
     Terms,
@@ -43,13 +50,6 @@ from geoparam.analysis.norms import (
 )
 from geoparam.analysis.probe import read_moments
 from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.analysis.unit_layers import (
-    UnitRows,
-    count_positions,
-    count_units,
-    has_units,
-    read_rows,
-)
 from geoparam.inspection import full_tensor, unwrap
 
 Statistics = Literal["running", "batch"]
@@ -151,9 +151,10 @@ def boundaries(
     batch = uses_batch_statistics(statistics, inputs)
     sites = find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
-    return {
-        name: _compute_boundaries(site, moments.get(name)) for name, site in sites.layers.items()
-    }
+    computed = {}
+    for name, site in sites.layers.items():
+        computed[name] = _compute_boundaries(site, moments.get(name))
+    return computed
 
 
 def uses_batch_statistics(statistics: str, inputs: Inputs | None) -> bool:
@@ -240,7 +241,8 @@ def _centre(layer: UnitRows, groups: int) -> tuple[Tensor, Tensor | float]:
         t = full_tensor(t)
         t = t.to(torch.promote_types(t.dtype, torch.float32))
         if layer.gain is not None:
-            t = full_tensor(layer.gain).view(-1, *[1] * (t.ndim - 1)) * t
+            gain = full_tensor(layer.gain)
+            t = gain.view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 

@@ -136,11 +136,14 @@ class History(Mapping[str, LayerHistory]):
         self._unit_columns = tuple(unit_columns)
         self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
         if counts is not None:
-            ends = np.cumsum([0, *counts]).tolist()
-            self._slices = dict(zip(layers, map(slice, ends, ends[1:]), strict=True))
-            arrays = [(name, "f8", (ends[-1],)) for name in unit_columns]
+            total = 0
+            for name, count in zip(layers, counts, strict=True):
+                self._slices[name] = slice(total, total + count)
+                total += count
+            arrays = [(name, "f8", (total,)) for name in unit_columns]
+            dtype = np.dtype([("step", "i8"), *arrays])
             beside = None if path is None else Path(path).with_suffix(".units.npy")
-            self._units = GrowingArray(np.dtype([("step", "i8"), *arrays]), beside, resume)
+            self._units = GrowingArray(dtype, beside, resume)
             self._match_units(self._units)
 
     def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
@@ -187,7 +190,8 @@ class History(Mapping[str, LayerHistory]):
 
     def table(self, quantity: str) -> np.ndarray:
         """Return one quantity of the summary for all layers, (layers, records)."""
-        return self._summary.rows[quantity].reshape(-1, len(self._rows_of))[:, :-1].T.copy()
+        records = self._summary.rows[quantity].reshape(-1, len(self._rows_of))
+        return records[:, :-1].T.copy()  # the network's is the last
 
     @property
     def network(self) -> LayerHistory:
@@ -198,10 +202,13 @@ class History(Mapping[str, LayerHistory]):
         if layer not in self._rows_of:
             raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
         rows = self._summary.rows[self._rows_of[layer] :: len(self._rows_of)]
-        records = LayerHistory({name: rows[name].copy() for name in ("step", *self.quantities)})
+        records = LayerHistory()
+        for name in ("step", *self.quantities):
+            records[name] = rows[name].copy()
         if self._units is not None and layer in self._slices:
+            own = self._slices[layer]
             for name in self._unit_columns:
-                records[name] = self._units.rows[name][:, self._slices[layer]].copy()
+                records[name] = self._units.rows[name][:, own].copy()
         return records
 
     def __iter__(self) -> Iterator[str]:
@@ -213,7 +220,8 @@ class History(Mapping[str, LayerHistory]):
     def _check_layers(self) -> None:
         """Refuse a file with the layers of another model; records may have the same length."""
         layers = self._summary.rows["layer"]
-        if not np.array_equal(layers, np.resize(list(self._rows_of), len(layers))):
+        expected = np.resize(list(self._rows_of), len(layers))
+        if not np.array_equal(layers, expected):
             raise ValueError(
                 f"{self._summary.path} is of another model: its layers are "
                 f"{', '.join(dict.fromkeys(layers))}. Give another file."

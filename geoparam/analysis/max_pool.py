@@ -50,14 +50,17 @@ class MaxPool:
         assert self.node.func is not None
         n = sizes[d]
         shape = [n if k == d else 1 for k in range(self.dims)]
-        images = torch.eye(n, device="cpu").view(n, 1, *shape).expand(n, 1, *sizes).contiguous()
+        images = torch.eye(n, device="cpu").view(n, 1, *shape)
+        images = images.expand(n, 1, *sizes).contiguous()
         pooled = self.node.func(images, *self.node.args, **self.node.kwargs)
         if isinstance(pooled, tuple):  # with return_indices
             pooled = pooled[0]
-        is_inside = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0].t() > 0.5  # of each output
+        along_d = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0]
+        is_inside = along_d.t() > 0.5  # (outputs, positions)
         size = int(is_inside.sum(dim=1).max())
         places = []
         for row in is_inside:
             inside = row.nonzero()[:, 0]
-            places.append(F.pad(inside, (0, size - len(inside)), value=int(inside[0])))
+            missing = size - len(inside)
+            places.append(F.pad(inside, (0, missing), value=int(inside[0])))
         return torch.stack(places).to(device)

@@ -130,7 +130,8 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     if isinstance(norm, nn.GroupNorm | InstanceNorm):
         channels = z.shape[1]
         groups = getattr(norm, "num_groups", channels)  # InstanceNorm: each channel is one
-        mean, deviation = _moments_over(z.reshape(len(z), groups, -1), [2], norm.eps)
+        by_group = z.reshape(len(z), groups, -1)
+        mean, deviation = _moments_over(by_group, [2], norm.eps)
         width = channels // groups
         mean = mean.mean(dim=0).repeat_interleave(width)
         return Moments(mean, deviation.mean(dim=0).repeat_interleave(width))
@@ -152,5 +153,6 @@ def average_moments(calls: list[Moments]) -> Moments:
     """Return the average over the calls of a norm; NaN where none was seen."""
     if not calls:
         return Moments(*torch.full((2,), torch.nan))
-    means, deviations = zip(*calls, strict=True)
-    return Moments(torch.stack(means).mean(dim=0), torch.stack(deviations).mean(dim=0))
+    mean = torch.stack([call.mean for call in calls])
+    deviation = torch.stack([call.deviation for call in calls])
+    return Moments(mean.mean(dim=0), deviation.mean(dim=0))

@@ -45,11 +45,16 @@ def pack(bits: Tensor) -> Tensor:
 def fingerprints(packed: Tensor) -> Tensor:
     """Return one integer of 64 bits for each row, (N,): equal rows have the same."""
     words = _view_as(packed, torch.int32).long()
+    count = words.shape[1]
     random = torch.Generator(packed.device).manual_seed(0)
-    keys = torch.empty(2, words.shape[1] + 1, dtype=torch.int64, device=packed.device)
+    keys = torch.empty(2, count + 1, dtype=torch.int64, device=packed.device)
     keys.random_(-(1 << 63), None, generator=random)
-    sums = torch.stack([(words * key[1:]).sum(dim=1) + key[0] for key in keys], dim=1)
-    return (sums >> 32).int().view(torch.int64)[:, 0]
+
+    halves = []
+    for key in keys:
+        sums = (words * key[1:]).sum(dim=1) + key[0]
+        halves.append((sums >> 32).int())
+    return torch.stack(halves, dim=1).view(torch.int64)[:, 0]
 
 
 def _view_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +147,8 @@ class Patterns(Mapping[str, Pattern]):
 
     def distinct(self) -> Tensor:
         """Return in how many different regions of the network the points are."""
-        return _count_distinct(_combine([fingerprints(p.packed) for p in self.parts.values()]))
+        prints = [fingerprints(part.packed) for part in self.parts.values()]
+        return _count_distinct(_combine(prints))
 
     def changes(self, earlier: "Patterns") -> Changes:
         """Return how regions changed since patterns of the same layers on the same points.
@@ -161,14 +167,18 @@ class Patterns(Mapping[str, Pattern]):
                 f"patterns of the same layers can be compared; got {', '.join(self.layers)} and "
                 f"{', '.join(earlier.layers)}, or other steps. Read both from one model."
             )
-        counts = {step: part.hamming(earlier.parts[step]) for step, part in self.parts.items()}
-        prints = {step: fingerprints(part.packed) for step, part in self.parts.items()}
+        counts: dict[int, Tensor] = {}
+        prints: dict[int, Tensor] = {}
+        for step, part in self.parts.items():
+            counts[step] = part.hamming(earlier.parts[step])
+            prints[step] = fingerprints(part.packed)
 
         def change_over(steps: Sequence[int]) -> Change:
-            count = sum((counts[step] for step in steps[1:]), counts[steps[0]])
-            bits = sum(self.parts[step].bits for step in steps) * len(count)
+            count = torch.stack([counts[step] for step in steps]).sum(dim=0)
+            bits = sum(self.parts[step].bits for step in steps)
+            share = count.sum().double() / max(1, bits * len(count))
             regions = _count_distinct(_combine([prints[step] for step in steps]))
-            return Change(count.sum().double() / max(1, bits), (count > 0).sum(), regions)
+            return Change(share, (count > 0).sum(), regions)
 
         layers = {name: change_over(steps) for name, steps in self.layers.items()}
         return Changes(layers, change_over(tuple(self.parts)))
@@ -215,8 +225,11 @@ class Collector:
         self._layers.setdefault(site.name, set()).add(step)
         if step not in self._parts:
             sides = [site.activation(z)] if above is None else above
-            rows = [side.flatten(1) for side in sides]
-            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
+            parts = []
+            for side in sides:
+                bits = side.flatten(1)
+                parts.append(Pattern(pack(bits), bits.shape[1]))
+            self._parts[step] = _join(parts)
 
     def patterns(self) -> Patterns | None:
         """Return the patterns; None if no layer has breakpoints."""
@@ -260,7 +273,8 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
 
     def see(site: Site, step: int, z: Tensor) -> None:
         known = breaks(site.activation)
-        collector.add(site, step, z, None if known is None else known.above(z, site.channel))
+        above = None if known is None else known.above(z, site.channel)
+        collector.add(site, step, z, above)
 
     observe(unwrap(model), inputs, sites, see)
     collected = collector.patterns()

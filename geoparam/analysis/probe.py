@@ -5,7 +5,7 @@ activation may overwrite it; after a residual sum, it is the sum.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -20,8 +20,7 @@ from geoparam.analysis.norms import (
     uses_batch,
 )
 from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.graph import Graph
-from geoparam.trace import trace
+from geoparam.trace import Step, trace
 
 See = Callable[[Site, int, Tensor], None]  # of a site, the number of a step, what the step reads
 
@@ -60,22 +59,31 @@ def observe(
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         graph = trace(model, inputs, watch=watch)
-    return _took_same_steps(watch, graph, sites.graph)
+    steps = {(number, node.op, node.name) for number, node in enumerate(graph.nodes)}
+    return watch.keys() <= steps
 
 
 def _list_watched(
     sites: Sites, see_layer: See | None, see_norm: See | None, see_activation: See | None
-) -> dict[int, list[Callable[[Tensor], None]]]:
+) -> dict[Step, list[Callable[[Tensor], None]]]:
     """Return by step what is to be called with its input."""
-    watch = defaultdict[int, list[Callable[[Tensor], None]]](list)
+    assert sites.graph is not None
+    nodes = sites.graph.nodes
+    watch = defaultdict[Step, list[Callable[[Tensor], None]]](list)
+
+    def add(see: See | None, site: Site, number: int | None) -> None:
+        if see is not None and number is not None:
+            node = nodes[number]
+            watch[number, node.op, node.name].append(partial(see, site, number))
+
     for site in sites:
         for call in site.calls:
-            if see_layer is not None and site.layer is not None:
-                watch[call.layer].append(partial(see_layer, site, call.layer))
-            if see_norm is not None and site.norm is not None and call.norm is not None:
-                watch[call.norm].append(partial(see_norm, site, call.norm))
-            if see_activation is not None and site.is_readable and call.activation is not None:
-                watch[call.activation].append(partial(see_activation, site, call.activation))
+            if site.layer is not None:
+                add(see_layer, site, call.layer)
+            if site.norm is not None:
+                add(see_norm, site, call.norm)
+            if site.is_readable:
+                add(see_activation, site, call.activation)
     return dict(watch)
 
 
@@ -90,18 +98,6 @@ def _show_own_activation(site: Site, see: See) -> None:
         return activation(z)
 
     vars(site.layer)["activation"] = show_and_activate  # hides a module of that name
-
-
-def _took_same_steps(watched: Iterable[int], graph: Graph, expected: Graph | None) -> bool:
-    """Return whether the watched steps of two runs are the same."""
-    assert expected is not None
-    for step in watched:
-        if step >= len(graph.nodes):
-            return False
-        now, then = graph.nodes[step], expected.nodes[step]
-        if (now.op, now.name) != (then.op, then.name):
-            return False
-    return True
 
 
 def read_moments(

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from geoparam.analysis.layer_units import has_angles
 from geoparam.analysis.readings import median
 from geoparam.analysis.snapshot import Interval
-from geoparam.analysis.unit_layers import has_angles
 from geoparam.inspection import full_tensor
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}  # quantiles; and "rms"
@@ -75,7 +75,8 @@ class Rotation(UnitQuantity):
     def measure(self, interval: Interval) -> Tensor:
         near, far = interval.chords
         is_unknown = (interval.before.sign * interval.now.sign).isnan()
-        return torch.where(is_unknown, torch.nan, (2 * torch.atan2(near, far)).rad2deg())
+        turn = 2 * torch.atan2(near, far)
+        return torch.where(is_unknown, torch.nan, turn.rad2deg())
 
 
 class Displacement(UnitQuantity):
@@ -90,7 +91,8 @@ class Displacement(UnitQuantity):
         product = earlier * later
         same_side = (later - earlier).square() + product * near.square()
         other_side = (later + earlier).square() - product * far.square()
-        return torch.where(product < 0, other_side, same_side).sqrt().amax(dim=0)
+        squares = torch.where(product < 0, other_side, same_side)
+        return squares.sqrt().amax(dim=0)
 
 
 class Scale(UnitQuantity):
@@ -281,7 +283,8 @@ def _summarise(
     sizes = {quantity: quantity.size(values) for quantity, values in pairs if quantity.levels}
     if not sizes:
         return {}
-    levels = _compute_levels(interval, torch.stack([*sizes.values()]), [*LEVELS.values()])
+    values = torch.stack([*sizes.values()])
+    levels = _compute_levels(interval, values, [*LEVELS.values()])
     columns: dict[str, Tensor] = {}
     for quantity, quantiles in zip(sizes, levels, strict=True):
         columns |= zip([f"{quantity.name}_{level}" for level in LEVELS], quantiles.T, strict=True)
@@ -340,7 +343,9 @@ def compute_quantiles(
     start = (sizes.cumsum(0) - sizes)[:, None]
     level = torch.stack([values.new_full((), each) for each in levels])
     place = level * (known - 1).clamp(min=0)[:, :, None]
-    low = ordered.gather(1, (start + place.floor().long()).flatten(1)).view_as(place)
-    high = ordered.gather(1, (start + place.ceil().long()).flatten(1)).view_as(place)
+    below = (start + place.floor().long()).flatten(1)
+    above = (start + place.ceil().long()).flatten(1)
+    low = ordered.gather(1, below).view_as(place)
+    high = ordered.gather(1, above).view_as(place)
     between = torch.lerp(low, high, place - place.floor())
     return torch.where(low == high, low, between)  # infinity less infinity is NaN

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.activations import breaks
+from geoparam.analysis.layer_units import count_positions
 from geoparam.analysis.norms import average_moments, compute_moments
 from geoparam.analysis.patterns import Collector
 from geoparam.analysis.probe import list_normed, observe
 from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.analysis.unit_layers import count_positions
 from geoparam.base_layer import GmPLayer
 from geoparam.norm import TrackedMean
 
@@ -124,6 +124,7 @@ def _find_input_mean(layer: nn.Module) -> Tensor | None:
 
 def _share(sides: Tensor, channel: int) -> Tensor:
     """Return the share of points that are True; from counts, so that all of them are exactly 1."""
+    channel %= sides.ndim  # a run that takes other steps may show another rank
     by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
     return by_unit.sum(dim=1).double() / by_unit.shape[1]
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from geoparam.analysis.activations import Activation, SReLU, breaks
-from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.norms import UnknownNorm, find_feature_dim
-from geoparam.analysis.unit_layers import (
+from geoparam.analysis.layer_units import (
     PROJECTION,
     count_positions,
     count_units,
     find_unit_layers,
 )
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.inspection import strip_wrappers, unwrap
@@ -86,17 +86,18 @@ def find_sites(
     graph = None if inputs is None else trace(model, inputs, kwargs)
     modules = dict(model.named_modules())
     ran = () if graph is None else graph.layers
-    in_order = [name for name in ran if name in units]
+    order = {name: number for number, name in enumerate(ran)}
     found: dict[str, Site] = {}
-    for name in dict.fromkeys((*in_order, *units)):  # a layer that did not run has directions too
-        module = units[name]
+    for name in sorted(units, key=lambda name: order.get(name, len(order))):
+        module = units[name]  # one that did not run has directions too
         site = Site(strip_wrappers(name), module, channel=-1 - count_positions(module))
         if graph is not None and name in ran:
             site = _follow(site, graph, name, modules)
         if isinstance(module, GmPLayer) and module.activation is not None:
             site = _use_own_activation(site, module.activation)
         found[site.name] = site
-    chosen = choose_layers(found, layers)
+    by_name = {name: site.layer for name, site in found.items() if site.layer is not None}
+    chosen = {name: found[name] for name in choose_layers(by_name, layers)}
     others = [] if graph is None else _find_others(graph, modules, found, chosen)
     return Sites(chosen, others, graph)
 
@@ -115,19 +116,17 @@ def check_inputs(inputs: object) -> None:
         )
 
 
-def choose_layers(found: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    """Return the chosen ones of sites, or of modules, by name."""
+def choose_layers(units: Mapping[str, nn.Module], layers: Layers) -> list[str]:
+    """Return the names of the chosen ones of a model's layers with units."""
     if layers is None:
-        chosen = dict(found)
+        chosen = list(units)
     elif callable(layers):
-        module_of = {name: getattr(each, "layer", each) for name, each in found.items()}
-        chosen = {name: found[name] for name in found if layers(module_of[name], name)}
+        chosen = [name for name, module in units.items() if layers(module, name)]
     else:
-        names = [layers] if isinstance(layers, str) else list(layers)
-        missing = [name for name in names if name not in found]
+        chosen = [layers] if isinstance(layers, str) else list(layers)
+        missing = [name for name in chosen if name not in units]
         if missing:
-            raise ValueError(f"no layers {missing}; the model has: {', '.join(found)}.")
-        chosen = {name: found[name] for name in names}
+            raise ValueError(f"no layers {missing}; the model has: {', '.join(units)}.")
     if not chosen:
         raise ValueError(
             "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
@@ -188,12 +187,16 @@ def _find_norm(site: Site, graph: Graph, call: Call, modules: Modules) -> nn.Mod
 
 def _find_activation(graph: Graph, calls: Sequence[Call], modules: Modules) -> Activation | None:
     """Return the activation that follows all calls of a layer, or None."""
-    steps = [None if call.activation is None else graph.nodes[call.activation] for call in calls]
-    first = steps[0]
-    if first is None or len({step and (step.op, step.name, breaks(step)) for step in steps}) > 1:
+    kinds = set()
+    for call in calls:
+        if call.activation is None or "getitem" in call.path:  # which may have left units out
+            return None
+        step = graph.nodes[call.activation]
+        kinds.add((step.op, step.name, breaks(step)))
+    if len(kinds) > 1:
         return None
-    if any("getitem" in call.path for call in calls):  # it may have left units out
-        return None
+    assert calls[0].activation is not None
+    first = graph.nodes[calls[0].activation]
     module = modules.get(first.name) if first.name else None
     if module is None:
         return first
@@ -266,7 +269,8 @@ def _make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
     """Return the site of an activation in one step."""
     rank = len(graph.nodes[step].shape)
     channel = activation.dim % rank - rank if isinstance(activation, SReLU) else -1
-    return Site(name, None, None, activation, channel, (Call(-1, None, step, ()),))
+    call = Call(layer=-1, norm=None, activation=step, path=())
+    return Site(name, None, activation=activation, channel=channel, calls=(call,))
 
 
 def _find_layer_before(graph: Graph, step: int) -> int | None:

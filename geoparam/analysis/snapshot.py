@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.boundary import Units, combine_terms, place_boundaries, read_units
+from geoparam.analysis.layer_units import count_units
 from geoparam.analysis.norms import Moments
 from geoparam.analysis.patterns import Changes, Pattern, Patterns, count_examples
 from geoparam.analysis.readings import Readings
 from geoparam.analysis.sites import Inputs, Sites
-from geoparam.analysis.unit_layers import count_units
 from geoparam.inspection import full_tensor
 
 

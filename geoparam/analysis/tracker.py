@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
 from geoparam.analysis.history import NETWORK, History
+from geoparam.analysis.layer_units import find_unit_layers
 from geoparam.analysis.quantities import QUANTITIES, Quantity, UnitQuantity, measure
 from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
-from geoparam.analysis.unit_layers import find_unit_layers
 from geoparam.inspection import strip_wrappers, unwrap
 from geoparam.trace import is_tracing
 
@@ -334,7 +334,8 @@ class _FirstBatch:
 def _check_options(keep: str, every: int, units: int | None, is_lost: bool) -> None:
     if keep not in ("summary", "full"):
         raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
-    if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
+    counts = [count for count in (every, units) if count is not None]
+    if any(count < 1 or count % 1 for count in counts):
         raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
     if is_lost:
         warnings.warn(

@@ -88,7 +88,10 @@ class Geometric:
 
     def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> GeometricOptimizer:
         if args is not None:
-            options = {**_read_settings(args, options.get("base"), "rest" in options), **options}
+            settings = _read_settings(args, options.get("base"), "rest" in options)
+            named = getattr(options.get("base"), "keywords", {})  # by a partial
+            settings = {key: settings[key] for key in settings if key not in named}
+            options = {**settings, **options}
         return GeometricOptimizer(model, **options)
 
 

@@ -20,10 +20,12 @@ def find_embeddings(model: nn.Module) -> list[Tensor]:
 
 def is_router(model: nn.Module, layer: str) -> bool:
     """Return whether a layer chooses among experts, by its name and its neighbours."""
-    parent, _, name = layer.rpartition(".")
+    path, _, name = layer.rpartition(".")
     if type(model.get_submodule(layer)).__name__.endswith("Router"):
         return True
-    return name in ("gate", "router") and hasattr(model.get_submodule(parent), "experts")
+    parent = model.get_submodule(path)
+    has_stack = any(p is not None and p.ndim == 3 for p in parent._parameters.values())
+    return name in ("gate", "router") and (hasattr(parent, "experts") or has_stack)
 
 
 def find_outputs(

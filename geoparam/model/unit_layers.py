@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from geoparam.inspection import computes_as, is_conv1d, strip_wrappers
@@ -170,7 +171,8 @@ def _divide(
     layer: str, layout: Layout, weight: Tensor, given: int | Sequence[int]
 ) -> tuple[int, ...]:
     """Return the rows of each part: of each expert, and in it of each packed projection."""
-    experts, rows = layout.view(weight).shape[:2]
+    whole = torch.empty(weight.shape, device="meta")  # also of a sharded weight
+    experts, rows = layout.view(whole).shape[:2]
     if "e" not in layout.axes:  # the groups of a transposed convolution are one layer
         experts, rows = 1, experts * rows
     if isinstance(given, int):
@@ -185,7 +187,7 @@ def _divide(
 
 
 def _check_axes(name: str, axes: str, parameter: Tensor | None) -> None:
-    if sorted(axes) != ["e", "i", "o"]:
+    if not isinstance(axes, str) or sorted(axes) != ["e", "i", "o"]:
         raise ValueError(f"stacks: {name!r} needs the letters e, o and i once each; got {axes!r}.")
     if parameter is None or parameter.ndim != 3:
         shape = None if parameter is None else tuple(parameter.shape)

@@ -157,8 +157,10 @@ def choose_rest(
 
     Where both are of one class, they share the options that the rest does not name.
     """
-    if rest is None:
-        rest = torch.optim.AdamW if base.is_muon else functools.partial(base.func, **base.named)
+    if rest is None and base.is_muon:
+        rest = torch.optim.AdamW
+    elif rest is None:
+        rest = functools.partial(base.func, **{**base.named, **options})
     named = getattr(rest, "keywords", {})
     is_adamw = getattr(rest, "func", rest) is torch.optim.AdamW
     if base.is_muon and is_adamw and not {"fused", "foreach", "capturable"} & {*named}:
@@ -194,7 +196,8 @@ def check_options(base: Any, options: Collection[str], siblings: Collection[str]
             continue
         if close := get_close_matches(option, [*siblings, *names], n=1, cutoff=0.8):
             raise ValueError(f"there is no option {option!r}; did you mean {close[0]!r}?")
-        raise ValueError(
-            f"{getattr(func, '__name__', func)}, the base, has no option {option!r}. One of the "
-            f"rest is given with it: rest=functools.partial(torch.optim.AdamW, {option}=...)."
-        )
+        words = f"{getattr(func, '__name__', func)}, the base, has no option {option!r}."
+        if option in inspect.signature(torch.optim.AdamW).parameters:
+            words += " One of the rest is given with it: "
+            words += f"rest=functools.partial(torch.optim.AdamW, {option}=...)."
+        raise ValueError(words)

@@ -26,6 +26,7 @@ from geoparam.optim.units import find_units, format_table
 from geoparam.trace import Filter
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
+LARGEST_RATE = 0.5  # of Adam's kind: more is likely an angle
 
 
 class GeometricOptimizer(Optimizer):
@@ -126,6 +127,12 @@ class GeometricOptimizer(Optimizer):
         for recipe in (self._make_base, self._make_rest):
             recipe.check_steps(device)
 
+        if turn is not None and "betas" in self._make_rest.defaults and float(lr) >= LARGEST_RATE:
+            warnings.warn(
+                f"lr={float(lr):g} is the rate at which {self._make_rest.name} steps all that is "
+                f"not a direction; it is far too large. The angle is turn={turn:g}.",
+                stacklevel=2,
+            )
         self._coordinates, self._match, self._max_turn = coordinates, match, max_turn
         self._guesses_scale = scale == "auto"
         self._undecayed = undecayed_names(model)
@@ -139,7 +146,7 @@ class GeometricOptimizer(Optimizer):
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
             if group.get("turn") not in (None, turn):  # one of its own
-                _check_angle("turn", group["turn"])
+                _check_choices(coordinates, scale, group["turn"], max_turn)
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
         self.defaults = dict(self._make_base.defaults)
@@ -213,7 +220,9 @@ class GeometricOptimizer(Optimizer):
         """Take one step; parameters without a gradient are left as they are."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._prepare()
-        angles = [self._find_angle(group) for group in self.param_groups]
+        angles = []
+        for group in self.param_groups:
+            angles.append(self._find_angle(group))
         try:
             for block in self._blocks:
                 block.read()
@@ -249,14 +258,17 @@ class GeometricOptimizer(Optimizer):
         angle = turn * peak / start_lr
         words = f"a rate of {peak:g} turns units by {angle:g} degrees: turn={turn:g} is for "
         words += f"lr={start_lr:g}. "
-        if angle > 90 or math.isclose(peak, turn):
+        if math.isclose(peak, turn):
             raise ValueError(
                 f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
                 "for all groups, not max_lr=[turn, lr]."
             )
+        words += f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}; to "
+        words += "look for a good angle, vary turn."
+        if angle > 90:
+            raise ValueError(words)
         if not self._has_warned:
-            advice = f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}."
-            warnings.warn(words + advice, stacklevel=6)
+            warnings.warn(words, stacklevel=8)
             self._has_warned = True
 
     # ---- what is built at the first step, and again where parameters have changed since
@@ -327,7 +339,8 @@ class GeometricOptimizer(Optimizer):
                     f"{unit.name!r} is on the meta device and has no values: materialise the "
                     "model, and build the optimizer after that."
                 )
-            check_sharding(unit, weight)
+            if hasattr(weight, "placements"):
+                check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             bias_at, bias = places.get(unit.bias or "", (0, None))
@@ -434,12 +447,16 @@ class GeometricOptimizer(Optimizer):
                     words.append(f"lr {rate:g}")
                 else:
                     words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
+                    if rate != group["start_lr"]:
+                        angle = group["turn"] * rate / group["start_lr"]
+                        words.append(f"now {angle:g} at lr {rate:g}")
                 if self._max_turn is not None:
                     words.append(f"max_turn {self._max_turn:g}")
                 words += _describe_momentum(group)
                 words.append("no decay")
             else:
-                words = [f"r, lam and {len(group['params'])} parameters by {self._make_rest.name}"]
+                count = sum(p.requires_grad for p in group["params"])
+                words = [f"r, lam and {count} parameters by {self._make_rest.name}"]
                 words.append(f"lr {rate * group['lr_ratio']:g}")
                 if group["scale_ratio"] != group["lr_ratio"]:
                     words.append(f"lr of r {rate * group['scale_ratio']:g}")

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from geoparam import sphere
 from geoparam.base_layer import GmPLayer
 from geoparam.inspection import full_tensor
 
@@ -79,22 +78,25 @@ def param_groups(
     members: dict[tuple[str, float, float], list[nn.Parameter]] = defaultdict(list)
     for path, parameter in model.named_parameters():
         owner, name = _find_owner(model, path)
-        if isinstance(owner, GmPLayer) and name in ("latitude", "unit"):
-            rate = _find_rate(owner, name, kind, lr) if match else lr
-            if angle_lr is not None:
-                rate = lr / math.sqrt(owner.fan_in) if angle_lr == "fan_in" else float(angle_lr)
+        if isinstance(owner, GmPLayer) and name == owner._coordinates.name:
+            rate = _find_rate(owner, True, kind, lr) if match else lr
+            if angle_lr == "fan_in":
+                rate = lr / math.sqrt(owner.fan_in)
+            elif angle_lr is not None:
+                rate = float(angle_lr)
             members["directions", rate, 0.0].append(parameter)
         elif isinstance(owner, GmPLayer) and name == "lam" and match:
-            members["undecayed", _find_rate(owner, name, kind, lr), 0.0].append(parameter)
+            members["undecayed", _find_rate(owner, False, kind, lr), 0.0].append(parameter)
         elif _is_undecayed(parameter, owner, name):
             members["undecayed", lr, 0.0].append(parameter)
         else:
             members["decayed", lr, weight_decay].append(parameter)
-    known = {"kind": kind} if match else {}
-    return [
-        {"params": parameters, "lr": rate, "weight_decay": decay, "name": name, **known}
-        for (name, rate, decay), parameters in members.items()
-    ]
+
+    groups = []
+    for (name, rate, decay), parameters in members.items():
+        group = {"params": parameters, "lr": rate, "weight_decay": decay, "name": name}
+        groups.append({**group, "kind": kind} if match else group)
+    return groups
 
 
 def divide_groups(
@@ -120,6 +122,7 @@ def divide_groups(
         rest = _make_group(params, names, lambda name: name not in unit_names, rest_options, given)
         if "turn" in given:  # an angle at the group's own starting rate
             units["start_lr"] = float(units["lr"])
+            del rest["turn"]
         if units["params"]:
             units["weight_decay"] = 0.0
             divided.append(units)
@@ -172,15 +175,18 @@ def _find_owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 @torch.no_grad()
-def _find_rate(layer: GmPLayer, name: str, kind: Kind, lr: float) -> float:
-    """Return the rate at which a parameter moves the weight as `lr` moves a plain one."""
+def _find_rate(layer: GmPLayer, is_direction: bool, kind: Kind, lr: float) -> float:
+    """Return the rate at which directions or lam move the weight as `lr` moves a plain one."""
     if layer.r.is_meta:
         return lr
     mean = float(full_tensor(layer.r).abs().mean())
     length = max(mean, min(0.2, LEAST_R[kind] * lr))
-    is_angle = name == "latitude"
-    g = float(sphere.metric(full_tensor(layer.latitude)).mean()) if is_angle else 1.0
-    speed = 1 / (length * math.sqrt(g)) if g else 1.0
+    g = 1.0
+    if is_direction:
+        g = float(layer._coordinates.metric(full_tensor(layer._stored)).mean())
+    if not g:
+        return lr
+    speed = 1 / (length * math.sqrt(g))
     return lr * (speed if kind == "adam" else speed**2)
 
 

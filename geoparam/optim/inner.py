@@ -14,7 +14,6 @@ from geoparam.optim.bases import Recipe
 
 State = dict[str, Any]
 FULL_PRECISION = (torch.float32, torch.float64)
-ZERO_START_PACE = 10.0  # times the rate of r: measured, see docs/optimizer.md
 
 
 class Slot:
@@ -28,7 +27,7 @@ class Slot:
         decays: whether the group's weight decay acts on it.
 
     Attributes:
-        began_as_zeros: whether it is the r of a layer of zeros, which has far to grow.
+        pace: a factor of its rate.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Slot:
     ) -> None:
         self.name, self.outer, self.group = name, outer, group
         self.parts, self.decays = parts, decays
-        self.began_as_zeros = False
+        self.pace = 1.0
         self.parameter = value
         self.prefix = f"{name}/" if name else ""
         if grad is not None:
@@ -76,7 +75,7 @@ class Inner:
         self.options = [key for key in recipe.defaults if key not in ("lr", "weight_decay")]
         members: dict[Any, list[Slot]] = {}
         for slot in slots:
-            key = slot.name, slot.group, slot.decays, slot.began_as_zeros
+            key = slot.name, slot.group, slot.decays, slot.pace
             members.setdefault(key, []).append(slot)
 
         self.first = [alike[0] for alike in members.values()]
@@ -116,8 +115,7 @@ def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]
     if slot.name == "direction":  # which turns by an angle whatever the rate, or at the rate
         return (outer["lr"] if outer["turn"] is None else 1.0), 0.0
     if slot.name == "r":
-        pace = ZERO_START_PACE if slot.began_as_zeros else 1.0
-        return outer["lr"] * outer["scale_ratio"] * pace, outer["scale_decay"]
+        return outer["lr"] * outer["scale_ratio"] * slot.pace, outer["scale_decay"]
     decay = outer.get("weight_decay", 0.0) if slot.decays else 0.0
     return outer["lr"] * outer["lr_ratio"], decay
 
@@ -125,14 +123,15 @@ def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type.
 
-    Tensors in full precision follow the parameter, but never to half precision. Counters of steps
-    stay on the CPU unless the optimizer wants them on the device.
+    Tensors in full precision follow the parameter, but never to half precision. Single numbers, as
+    counters of steps, stay as they are unless the optimizer wants them on the device.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        if key.rpartition("/")[2] == "step":
+        is_number = value.ndim == 0 and p.ndim > 0
+        if is_number or key.rpartition("/")[2] == "step":
             state[key] = value.to(p.device) if step_on_device else value
         elif value.dtype in FULL_PRECISION:
             state[key] = value.to(p.device, full)

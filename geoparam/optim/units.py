@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -37,7 +38,8 @@ class Unit:
 
     def fit(self, weight: Tensor) -> "Unit":
         """Return the unit with the weight's present sizes: pruning may have cut rows."""
-        rows, fan_in = self.layout.to_rows(weight).shape
+        whole = torch.empty(weight.shape, device="meta")  # also of a sharded weight
+        rows, fan_in = self.layout.to_rows(whole).shape
         if rows == sum(self.parts):
             return replace(self, rows=rows, fan_in=fan_in)
         if len(self.parts) > 1:
@@ -190,15 +192,24 @@ def format_table(found: Found, trained: Collection[str]) -> str:
     plain = dict(found.plain)
     for unit in found.units:
         if unit.name not in trained:
-            plain[unit.name] = "frozen, or in no group at first"
+            plain[unit.name] = "frozen, or in no group"
             continue
         scale = "free"
         if unit.is_fixed:
             scale = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
         if len(unit.parts) > 1:
             scale += f"; {len(unit.parts)} layers"
+        elif unit.rows == 3 * unit.fan_in and _looks_packed(unit.name):
+            scale += "; q, k, v in one? Then give split="
         bias = "lam" if unit.bias else "-"
         lines.append(f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  {scale}")
     lines.append("  plain")
-    lines += [f"  {name:{width}} {reason}" for name, reason in plain.items()]
+    for name, reason in plain.items():
+        if name in found.plain and name not in trained:
+            reason += "; frozen, or in no group"
+        lines.append(f"  {name:{width}} {reason}")
     return "\n".join(lines)
+
+
+def _looks_packed(name: str) -> bool:
+    return name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from geoparam import plots
+from geoparam_lab import plots
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.text_results import Losses, Size
 from geoparam_lab.plots import legend_beside

@@ -77,6 +77,24 @@ def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
         np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
 
 
+def flatten_or_convolve(m: nn.Module, x: Tensor) -> Tensor:
+    """Take a way on which the same numbers of steps have tensors of other ranks."""
+    if m.is_flat:
+        return m.linear(x.flatten(1)).relu()
+    return m.conv(x).contiguous().relu().mean((2, 3))
+
+
+def test_another_way_may_have_tensors_of_other_ranks() -> None:
+    members = {"conv": nn.Conv2d(3, 4, 3), "linear": nn.Linear(75, 4)}
+    model = FunctionModel(flatten_or_convolve, **members)
+    model.is_flat = False
+    tracker = BoundaryTracker(model, probe=torch.randn(2, 3, 5, 5))
+    model.is_flat = True
+    with pytest.warns(UserWarning, match="takes other steps"):
+        tracker.step()
+    assert np.isnan(tracker.history["conv"]["dead"]).all()
+
+
 def route(m: nn.Module, x: Tensor) -> Tensor:
     """Give each of two layers the points on its side of a shift, possibly none."""
     side = x[:, 0] > m.shift

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import in_both
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +14,20 @@ from training import assert_same_state
 
 import geoparam as gp
 
+TURN = {"turn": 3.0, "momentum": 0.9}
+MUON = {"base": torch.optim.Muon, "turn": 3.0, "lr": 1e-2}
+SPLIT = {"split": {"0": (1, 4), "5": (1, 5)}}  # one process has pieces of a part
 KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
     "AdamW": {"base": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1},
-    "turn": {"turn": 3.0, "momentum": 0.9},
+    "turn": TURN,
     "angles": {"coordinates": "angles", "max_turn": 0.5, "momentum": 0.9},
-    "Muon": {"base": torch.optim.Muon, "turn": 3.0, "lr": 1e-2},
+    "Muon": MUON,
+    "packed SGD": {"momentum": 0.9, **SPLIT},
+    "packed turn": {**TURN, **SPLIT},
+    "packed Muon": {**MUON, **SPLIT},
+    "packed angles": {"coordinates": "angles", "momentum": 0.9, **SPLIT},
+    "zeros": TURN,
 }
 
 
@@ -28,6 +36,9 @@ def start(kind: str, way: str) -> tuple[Any, Any]:
     torch.manual_seed(1)
     images = (nn.Conv2d(2, 5, 3), nn.Tanh(), nn.Conv2d(5, 1, 3), nn.Tanh(), nn.Flatten())
     model = nn.Sequential(*images, nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    if kind == "zeros":
+        nn.init.zeros_(model[5].weight)
+        model[0].weight.data[1] = 0.0
     model = fully_shard(model) if way == "FSDP2" else model
     optimizer = gp.GeometricOptimizer(model, **{"lr": 0.05, **KINDS[kind]})
     if way == "FSDP2 later":  # Accelerate puts sharded parameters into the groups
@@ -63,15 +74,46 @@ def test_two_processes_train_as_one(way: str, kind: str) -> None:
     train(one, its, is_part=False)
     train(one, its, is_part=False, first=4)
     model = pair[0].module if way == "DDP" else pair[0]
-    assert_same_state(model, one, 1e-2 if kind == "Muon" else 1e-10)  # Newton-Schulz: bfloat16
+    assert_same_state(model, one, 1e-2 if "Muon" in kind else 1e-10)  # Newton-Schulz: bfloat16
 
 
+class Experts(nn.Module):
+    """Experts in a stack of one's own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(count, 4, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->beo", x, self.w1).tanh().sum(dim=1)
+
+
+@pytest.mark.parametrize("kind", ["turn", "Muon"])
+@pytest.mark.parametrize("count", [4, 3])
 @in_both
-def test_units_in_pieces_are_refused() -> None:
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    for layer in (conv1d(4, 6), nn.ConvTranspose1d(6, 4, 1)):
-        model = fully_shard(nn.Sequential(layer, nn.Linear(4, 2)))
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        with pytest.raises(ValueError, match="'0.weight'.* cuts its units into pieces"):
-            gp.GeometricOptimizer(model, lr=0.1).step()
+def test_experts_in_two_processes_train_as_in_one(count: int, kind: str) -> None:
+    models = []
+    for is_sharded in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(Experts(count), nn.Linear(4, 3).double())
+        model = fully_shard(model) if is_sharded else model
+        options = {"lr": 1e-2, "stacks": {"w1": "eoi"}, **KINDS[kind]}
+        optimizer = gp.GeometricOptimizer(model, **options)
+        for step in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        models.append(model)
+    assert_same_state(*models, 1e-2 if kind == "Muon" else 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["Conv1D", "ConvTranspose1d"])
+@in_both
+def test_units_in_pieces_are_refused_at_construction(kind: str) -> None:
+    layer = nn.ConvTranspose1d(6, 4, 1)
+    if kind == "Conv1D":
+        layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 6)
+    model = fully_shard(nn.Sequential(layer, nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match="'0.weight'.* cuts its units into pieces"):
+        gp.GeometricOptimizer(model, lr=0.1)

@@ -1,5 +1,6 @@
 """Small plain models, optimizers of all kinds for them, and short trainings."""
 
+import io
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def mlp(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Seque
     """Return the same MLP in every call: layers 0 and 3 have units, 6 is the output layer."""
     torch.manual_seed(1)
     inner = [nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 7), norm(7), nn.Tanh()]
-    inner[0].bias.data /= 2  # below the rows' lengths, so that all are kept as distances
+    inner[0].bias.data /= 2  # below the rows' lengths, so that all are stepped as distances
     return nn.Sequential(*inner, nn.Linear(7, 3)).to(dtype)
 
 
@@ -41,11 +42,29 @@ def cnn(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Seque
     return nn.Sequential(*inner, nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)).to(dtype)
 
 
+def gpt2(**options: Any) -> nn.Module:
+    """Return a tiny GPT-2 without dropout."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, **options)
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+def bert() -> nn.Module:
+    """Return a tiny BERT without dropout."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+    config = transformers.BertConfig(vocab_size=20, intermediate_size=16, **sizes)
+    return transformers.BertForSequenceClassification(config).double().eval()
+
+
 def build(model: nn.Module, base: Any = torch.optim.SGD, **options: Any) -> gp.GeometricOptimizer:
     return gp.GeometricOptimizer(model, base, **{"lr": 0.05, **options})
 
 
 def start(kind: str, make: Any = mlp, **others: Any) -> tuple[nn.Sequential, Any]:
+    """Return a model and an optimizer of a kind."""
     options = {**KINDS[kind], **others}
     model = make(options.pop("dtype", torch.float64))
     return model, build(model, **options)
@@ -53,27 +72,87 @@ def start(kind: str, make: Any = mlp, **others: Any) -> tuple[nn.Sequential, Any
 
 def backward(model: nn.Module, step: int = 0, scale: float = 1.0) -> Tensor:
     """Compute the gradients on the batch of this step, the same for every model and run."""
-    random = torch.Generator().manual_seed(step)
-    if hasattr(model, "config"):
-        tokens = torch.randint(20, (4, 6), generator=random)
-        loss = model(tokens, labels=tokens[:, 0] % 3 if hasattr(model, "bert") else tokens).loss
-    else:
-        is_cnn = any("Conv2d" in type(module).__name__ for module in model.modules())
-        shape = (8, 3, 32, 32) if hasattr(model, "fc") else (8, 2, 6, 6) if is_cnn else (8, 6)
-        x = torch.randn(shape, generator=random, dtype=torch.float64)
-        y = torch.randint(3, (8,), generator=random)
-        loss = nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)).double(), y)
+    loss = _find_loss(model, torch.Generator().manual_seed(step))
     model.zero_grad()
     (scale * loss).backward()
     return loss.detach()
 
 
+def _find_loss(model: nn.Module, random: torch.Generator) -> Tensor:
+    if hasattr(model, "config"):
+        tokens = torch.randint(20, (4, 6), generator=random)
+        labels = tokens[:, 0] % 3 if hasattr(model, "bert") else tokens
+        return model(tokens, labels=labels).loss
+
+    shape: tuple[int, ...] = (8, 6)
+    if hasattr(model, "fc"):
+        shape = (8, 3, 32, 32)
+    elif any("Conv2d" in type(module).__name__ for module in model.modules()):
+        shape = (8, 2, 6, 6)
+    x = torch.randn(shape, generator=random, dtype=torch.float64)
+    y = torch.randint(3, (8,), generator=random)
+    first = next(model.parameters())
+    scores = model(x.to(first.device, first.dtype))
+    return nn.functional.cross_entropy(scores.double(), y.to(first.device))
+
+
 def train(model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> list[Tensor]:
+    """Train on batches number `first` and up; return the losses."""
     losses = []
     for step in range(first, first + steps):
         losses.append(backward(model, step))
         optimizer.step()
     return losses
+
+
+def step_with_ones(model: nn.Module, optimizer: Any) -> None:
+    """Take a step in which every gradient is 1."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def through_a_file(state: Any) -> Any:
+    """Save a state, and load it as files of strangers are loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def rows(layer: nn.Module) -> Tensor:
+    """Return a copy of a layer's units, the rows of its weight."""
+    return layer.weight.detach().flatten(1).clone()
+
+
+def find_angles(old: Tensor, new: Tensor) -> Tensor:
+    """Return by how many degrees each row has turned."""
+    u, v = (nn.functional.normalize(x.double(), dim=1) for x in (old, new))
+    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))
+
+
+def rms(x: Tensor) -> float:
+    """Return the root mean square."""
+    return x.square().mean().sqrt().item()
+
+
+def step_and_find_angles(
+    model: Any, optimizer: Any, step: int = 0, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Train for one step; return the angles by which the units of layers 0 and 3 have turned."""
+    before = rows(model[0]), rows(model[3])
+    backward(model, step, scale)
+    optimizer.step()
+    return find_angles(before[0], rows(model[0])), find_angles(before[1], rows(model[3]))
+
+
+def find_table(optimizer: Any) -> dict[str, str]:
+    """Return what the optimizer's table says of each weight, by its name."""
+    table = {}
+    for line in str(optimizer).splitlines():
+        name, *words = line.split()
+        table[name] = " ".join(words)
+    return table
 
 
 def assert_same_training(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
@@ -83,11 +162,12 @@ def assert_same_training(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     assert_same_weights(one[0], other[0])
 
 
-def rows(layer: nn.Module) -> Tensor:
-    return layer.weight.detach().flatten(1).clone()
-
-
 def assert_same_weights(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         difference = (p - q).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+def assert_finite(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        assert p.isfinite().all(), name

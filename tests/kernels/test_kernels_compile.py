@@ -48,12 +48,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, names in (
         (channels_triton, ("_sum_rows", "_add_row")),
         (weight_triton, ("_forward_kernel", "_backward_kernel")),
-        (rows_triton, ("_mix", "_enter_biases", "_leave_biases")),
+        (rows_triton, ("_project", "_measure", "_combine")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Compiler(getattr(module, name)))
-    own = {name: Compiler(kernel) for name, kernel in rows_triton._KERNELS.items()}
-    monkeypatch.setattr(rows_triton, "_KERNELS", own)
     monkeypatch.setattr(selection, "KERNELS", "triton")
     return seen
 
@@ -103,15 +101,9 @@ def test_rows(launches: list[str], layers: int, dtype: torch.dtype) -> None:
     from geoparam.kernels.rows_triton import TritonRows
 
     w = [torch.zeros(4, 5, dtype=dtype) for _ in range(layers)]
-    rows = TritonRows([tuple(x.shape) for x in w], w[0], None, None)
-    x, turn = torch.zeros(4 * layers, dtype=dtype), torch.zeros(layers, dtype=dtype)
-    for rescales in (True, False):
-        rows.enter(w, w, w, (x, x, x, x), rescales)
-    rows.leave(w, x, x)
-    rows.measure(w, w, x)
-    rows.rotate(w, w, x, x)
-    rows.turn_coefficients((x, x, x, x, x, x), turn, 0.1)
-    for rows.match in (True, False):
-        rows.enter_biases(x, x, x, x, x, x)
-        rows.leave_biases(x, x, x, x)
-    assert len(launches) == 10
+    rows = TritonRows([(4, 5)] * layers, w[0])
+    per_row = torch.zeros(4 * layers, dtype=dtype)
+    rows.project(w, w, w, per_row, per_row)
+    rows.measure(w, w, per_row, w)
+    rows.combine(w, w, per_row, per_row)
+    assert launches == ["_project", "_measure", "_combine"]

@@ -398,7 +398,7 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
 def test_missing_extra_is_named(
     missing: str, extra: str, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = (missing, "geoparam.cli.", "geoparam.plots")
+    gone = (missing, "geoparam.cli.", "geoparam.plots", "geoparam_lab.plots")
     for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
         if name != "geoparam.cli":
             monkeypatch.delitem(sys.modules, name)

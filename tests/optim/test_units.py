@@ -1,15 +1,21 @@
-"""What is a unit, what stays plain, what is said about it; groups, bases and bad input."""
+"""What is a unit, what stays plain, what is said about it; groups and bad input."""
 
 import copy
-import functools
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from function_model import FunctionModel
-from plain_models import assert_same_weights, backward, both_coordinates, build, mlp, train
+from plain_models import (
+    assert_same_weights,
+    both_coordinates,
+    build,
+    find_table,
+    gpt2,
+    mlp,
+    train,
+)
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
@@ -19,34 +25,62 @@ import geoparam as gp
 
 def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    model.extend([nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)])
-    model[4].bias.data[3] = 9.0  # more than the row's length: too far for a distance
-    model[6].weight.data[1] = 0.0
-    lines = str(build(model)).splitlines()
-    assert lines[0].endswith("SGD; rest SGD): 164 of 274 parameters are units")
-    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[2:]}
-    expected = "4 9 lam fixed, 1 follows", "8 16 plain free"
-    assert (found["0.weight"], found["4.weight"]) == expected
-    assert "zeros has no direction" in found["6.weight"] and "output" in found["7.weight"]
+    model.extend([nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8, bias=False), nn.Linear(8, 2)])
+    table = find_table(build(model))
+    assert "228 of 266 parameters are units" in str(build(model))
+    assert table["0.weight"] == "4 9 lam fixed, 1 follows"
+    assert table["4.weight"] == "8 16 lam free"
+    assert table["6.weight"] == "8 8 - free"
+    assert table["7.weight"] == "the output layer"
 
 
-def test_the_table_names_turn_and_counts_no_frozen_layer() -> None:
+def test_printing_says_who_steps_what_and_how_far() -> None:
+    optimizer = build(
+        mlp(), torch.optim.Muon, lr=0.02, turn=2.4, max_turn=9, scale_lr=1e-3, weight_decay=0.1
+    )
+    units, rest = str(optimizer).splitlines()[1:3]
+    expected = "group 0: directions (intrinsic) by Muon, turn 2.4 degrees at lr 0.02, max_turn 9"
+    assert expected in units and "momentum 0.95" in units and "no decay" in units
+    assert "by AdamW, lr 0.02, lr of r 0.001, betas (0.9, 0.999)" in rest
+    assert "decay 0.1 on matrices that are no units" in rest
+
+
+def test_printing_names_the_present_rate_and_the_decay_of_r() -> None:
+    optimizer = build(mlp(), scale_decay=0.3)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    assert str(optimizer).count("lr 0.01,") == 2
+    assert "decay 0.3 on r" in str(optimizer)
+
+
+def test_a_frozen_layer_is_not_counted() -> None:
     model = mlp()
     model[0].requires_grad_(False)
-    title, *lines = str(build(model, turn=2.4, max_turn=9)).splitlines()
-    assert "(intrinsic, turn 2.4, max_turn 9, SGD; rest SGD): 56 of 143 parameters" in title
-    assert lines[2] == "  plain" and "0.weight" in lines[-1] and "frozen" in lines[-1]
+    optimizer = build(model)
+    assert "56 of 143 parameters are units" in str(optimizer)
+    assert "frozen" in find_table(optimizer)["0.weight"]
+
+
+def test_long_names_do_not_break_the_tables_columns() -> None:
+    lines = str(build(nn.ModuleDict({"long" * 11: mlp(), "b": mlp()}))).splitlines()
+    head = next(line for line in lines if line.endswith(" scale"))
+    units = [line for line in lines if line.endswith(" free")]
+    assert {line.rindex(" free") for line in units} == {head.rindex(" scale")}
 
 
 def test_weights_that_share_memory_stay_plain() -> None:
-    """A step scales rows in place: on shared memory the second would start from the first's."""
-    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6), nn.Linear(6, 5), mlp())
+    """Their steps would mix."""
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6), mlp())
     model[1].weight.data = model[0].weight.data.t()
-    flat = torch.randn(60, dtype=torch.float64)
-    model[2].weight.data = flat[:30].view(5, 6)  # parts of one memory are no ties
-    optimizer = build(model)
-    assert "0.weight                                 shares memory with 1.weight" in str(optimizer)
-    assert "  2.weight                                      5      6  lam" in str(optimizer)
+    assert find_table(build(model))["0.weight"] == "shares memory with 1.weight"
+
+
+def test_parts_of_one_memory_are_units() -> None:
+    model = mlp()
+    flat = torch.randn(104).double()
+    model[0].weight.data = flat[:48].view(8, 6)
+    model[3].weight.data = flat[48:].view(7, 8)
+    assert build(model).param_groups[0]["param_names"] == ["0.weight", "3.weight"]
 
 
 @both_coordinates
@@ -59,32 +93,142 @@ def test_tied_weights_are_one_set_of_units(coordinates: str) -> None:
     for model in (tied, looped):
         optimizer = build(model, coordinates=coordinates, momentum=0.9)
         train(model, optimizer)
-        assert str(optimizer).count(" lam ") == 1
+        assert optimizer.param_groups[0]["param_names"] == ["0.weight"]
     assert_same_weights(tied, looped, 1e-13)
 
 
-def test_a_frozen_teacher_is_not_the_output_layer() -> None:
+def wrap_in_a_list(model: nn.Module) -> nn.Module:
+    return nn.ModuleList([model])
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel, torch.compile, wrap_in_a_list])
+def test_a_frozen_teacher_is_not_the_output_layer(wrap: Any) -> None:
     model = nn.ModuleDict({"student": mlp(), "teacher": mlp().requires_grad_(False)})
-    for wrapped in (model, nn.DataParallel(model), torch.compile(model), nn.ModuleList([model])):
-        assert re.search(r"student\.6\.weight +the output layer", str(build(wrapped)))
-    state = build(model).state_dict()
-    build(torch.compile(model)).load_state_dict(state)
-    head = mlp()
-    stack = nn.ModuleDict({"blocks": nn.Sequential(mlp(), mlp().requires_grad_(False))})
-    assert re.search(r"blocks\.1\.6\.weight +the output layer", str(build(stack)))
-    head[6].requires_grad_(False)
-    assert "6.weight                                 the output layer" in str(build(head))
+    plain = [line for line in str(build(wrap(model))).splitlines() if "output layer" in line]
+    assert len(plain) == 1 and "student.6.weight" in plain[0]
+
+
+def test_a_frozen_head_is_the_output_layer() -> None:
+    model = mlp()
+    model[6].requires_grad_(False)
+    assert find_table(build(model))["6.weight"] == "the output layer; frozen, or in no group"
 
 
 def test_filter_fn_gets_the_names_of_the_model_inside_of_a_wrapper() -> None:
     optimizer = build(torch.compile(mlp()), filter_fn=lambda _, name: name != "6")
-    assert re.search(r"\n  6\.weight +filter_fn", str(optimizer))
+    assert find_table(optimizer)["6.weight"] == "filter_fn"
 
 
 @pytest.mark.parametrize("change", [weight_norm, lambda e: prune.identity(e, "weight")])
 def test_an_embedding_whose_weight_is_computed_stays_plain(change: Any) -> None:
-    model = nn.Sequential(change(nn.Embedding(10, 6)), mlp())
-    assert re.search(r"0\..*orig\S* +not in a known layer", str(build(model)))
+    table = find_table(build(nn.Sequential(change(nn.Embedding(10, 6)), mlp())))
+    reasons = [reason for name, reason in table.items() if "orig" in name]
+    assert reasons[-1] == "not in a known layer"
+
+
+def test_layers_that_do_not_run_are_judged_by_their_order() -> None:
+    layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 3), "aux": nn.Linear(8, 4)}
+    layers |= {"norm": nn.BatchNorm1d(4), "aux_out": nn.Linear(4, 3)}
+    model = FunctionModel(lambda m, x: m.out(m.a(x).relu()), **layers)
+    table = find_table(build(model, example_inputs=torch.randn(4, 6)))
+    assert table["aux.weight"].endswith("fixed, norm follows")
+    assert table["aux_out.weight"] == table["out.weight"] == "the output layer"
+
+
+# ---- heads
+
+
+def language_model(head_first: bool = False, blocks: int = 2, width: int = 4) -> nn.ModuleDict:
+    """Return the modules of a language model; its head has the embedding's shape."""
+    parts: dict[str, nn.Module] = {"embedding": nn.Embedding(9, width)}
+    head = nn.Linear(width, 9, bias=False)
+    if head_first:
+        parts["lm_head"] = head
+    block = {"up": nn.Linear(width, 6), "down": nn.Linear(6, width)}
+    parts["blocks"] = nn.ModuleList(copy.deepcopy(nn.ModuleDict(block)) for _ in range(blocks))
+    if not head_first:
+        parts["lm_head"] = head
+    return nn.ModuleDict(parts)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_the_head_is_found_wherever_it_is_registered(head_first: bool) -> None:
+    table = find_table(build(language_model(head_first)))
+    assert table["lm_head.weight"] == "the output layer: shaped as the embedding"
+    assert table["blocks.1.down.weight"] == "4 6 lam free"
+
+
+def test_a_tied_head_is_the_only_output_layer() -> None:
+    model = language_model(head_first=True)
+    model.lm_head.weight = model.embedding.weight
+    table = find_table(build(model))
+    assert table["embedding.weight"] == "tied to an embedding"
+    assert "the output layer" not in table.values()
+
+
+def test_gpt2s_tied_head_leaves_every_layer_of_its_blocks_a_unit() -> None:
+    names = build(gpt2()).param_groups[0]["param_names"]
+    layers = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert names == [f"transformer.h.{i}.{layer}.weight" for i in (0, 1) for layer in layers]
+
+
+def test_a_guess_that_ends_a_block_is_warned_of() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(6, 4), "blocks": language_model().blocks})
+    with pytest.warns(UserWarning, match="'blocks.1.down' is taken for the output layer because"):
+        optimizer = build(model)
+    assert find_table(optimizer)["blocks.1.down.weight"].endswith("by order; it ends a block")
+
+
+def test_a_run_finds_the_head_without_a_guess() -> None:
+    layers = {"head": nn.Linear(8, 3), "a": nn.Linear(6, 8), "b": nn.Linear(8, 8)}
+    model = FunctionModel(lambda m, x: m.head(m.b(m.a(x).relu()).relu()), **layers)
+    table = find_table(build(model, example_inputs=torch.randn(4, 6)))
+    assert table["head.weight"] == "the output layer"
+    assert table["b.weight"] == "8 8 lam free"
+
+
+# ---- groups
+
+
+def test_a_group_is_divided_and_keeps_its_keys() -> None:
+    model = mlp()
+    slower = {"params": model[3].parameters(), "lr": 0.025, "lr_scale": 0.5}
+    groups = build(model, groups=[slower, {"params": model[6].parameters()}]).param_groups
+    assert [g["param_names"] for g in groups] == [["3.weight"], ["3.bias"], ["6.weight", "6.bias"]]
+    assert [g["lr"] for g in groups] == [0.025, 0.025, 0.05]
+    assert [g.get("lr_scale") for g in groups] == [0.5, 0.5, None]
+
+
+def test_what_is_in_no_group_is_not_trained() -> None:
+    model = mlp()
+    train(model, build(model, groups=[{"params": model[3].parameters()}]), 1)
+    assert_same_weights(model[0], mlp()[0])
+    assert_same_weights(model[6], mlp()[6])
+
+
+def test_a_group_added_later_is_of_the_rest() -> None:
+    model = mlp()
+    extra = nn.Parameter(torch.ones(2, 2).double())
+    optimizer = build(model)
+    optimizer.add_param_group({"params": extra, "lr": 0.5})
+    extra.grad = torch.ones_like(extra)
+    train(model, optimizer, 1)
+    assert extra.detach().unique().tolist() == [0.5]
+
+
+GROUPS = {
+    "parameters": lambda model: list(model.parameters()),
+    "named": lambda model: list(model.named_parameters()),
+    "one each": lambda model: [{"params": [p]} for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_groups_of_any_form_train_alike(form: str) -> None:
+    model, other = mlp(), mlp()
+    train(model, build(model, groups=GROUPS[form](model), momentum=0.9))
+    train(other, build(other, momentum=0.9))
+    assert_same_weights(model, other, 1e-14)
 
 
 def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
@@ -95,134 +239,49 @@ def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05] * 3)
 
 
-def test_instance_norm_fixes_r_in_evaluation_mode_too() -> None:
-    norms = nn.InstanceNorm1d(8), nn.BatchNorm1d(8, affine=False)
-    for norm in norms:
-        model = nn.Sequential(nn.Conv1d(6, 8, 1), norm, nn.ReLU(), nn.Conv1d(8, 3, 1)).eval()
-        assert "fixed, 1 follows" in str(build(model))
-
-
-def test_long_names_do_not_break_the_tables_columns() -> None:
-    title, *lines = str(build(nn.ModuleDict({"long" * 11: mlp(), "b": mlp()}))).splitlines()[1:]
-    units = [line for line in lines if line.endswith(" free")]
-    assert {line.rindex(" free") for line in units} == {title.rindex(" scale")} and len(units) > 3
-
-
-def test_a_frozen_norm_leaves_r_free_and_only_a_neighbour_fixes_it() -> None:
-    frozen = mlp(norm=nn.BatchNorm1d)
-    frozen[1].eval().requires_grad_(False)
-    assert "0.weight                                      8      6  lam    free" in str(
-        build(frozen)
-    )
-    apart = nn.Sequential(nn.Sequential(nn.Linear(6, 8)), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    assert "follows" not in str(build(apart))
-    assert "fixed, 1 follows" in str(build(apart, example_inputs=torch.randn(4, 6)))
-
-
-def test_layers_that_do_not_run_are_judged_by_their_order() -> None:
-    layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 3), "aux": nn.Linear(8, 4)}
-    layers |= {"norm": nn.BatchNorm1d(4), "aux_out": nn.Linear(4, 3)}
-    model = FunctionModel(lambda m, x: m.out(m.a(x).relu()), **layers)
-    table = str(build(model, example_inputs=torch.randn(4, 6)))
-    assert "fixed, norm follows" in table and re.search("aux_out.weight +the output", table)
-
-
-@both_coordinates
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> None:
-    attention = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    transposed = nn.ConvTranspose1d(6, 6, 1, groups=2), nn.BatchNorm1d(6)
-    model = nn.Sequential(nn.Embedding(6, 8), attention, *transposed, nn.Linear(8, 6)).double()
-    model[4].weight, tokens = model[0].weight, torch.arange(6)[None]
-    options = {"coordinates": coordinates, "example_inputs": tokens if is_traced else None}
-    optimizer = build(model, **options)
-    names = "self_attn.in_proj_weight self_attn.out_proj.weight linear1.weight linear2.weight"
-    expected = [*(f"1.{name}" for name in names.split()), "2.weight"]
-    assert optimizer.param_groups[0]["param_names"] == expected
-    assert "tied to an embedding" in str(optimizer) and "fixed, 3 follows" in str(optimizer)
-    before, loss = model[2].weight.detach().clone(), model(tokens).square().mean()
-    loss.backward()
-    optimizer.step()
-    assert model(tokens).square().mean() < loss
-    for new, old in zip(model[2].weight.detach().chunk(2), before.chunk(2), strict=True):
-        torch.testing.assert_close(new.norm(dim=0), old.norm(dim=0))  # units are columns
-
-
-def test_groups_keep_their_keys_and_what_is_added_is_of_the_rest() -> None:
-    model, extra = mlp(), nn.Parameter(torch.ones(2, 2).double())
-    slower = {"params": model[3].parameters(), "lr": 0.025, "lr_scale": 0.5}
-    optimizer = build(model, groups=[slower, {"params": model[6].parameters()}], turn=4.0)
-    found = [(g["lr"], g.get("lr_scale"), g["param_names"]) for g in optimizer.param_groups]
-    assert found[:2] == [(2.0, 0.5, ["3.weight"]), (0.025, 0.5, ["3.bias"])]
-    assert found[2:] == [(0.05, None, ["6.weight", "6.bias"])]
-    with pytest.raises(ValueError, match="its turn 200.0 degrees"):
-        build(model, groups=[{"params": model[3].parameters(), "lr": 2.5}], turn=4.0)
-    optimizer.add_param_group({"params": extra, "lr": 0.5})
-    extra.grad = torch.ones_like(extra)
-    train(model, optimizer, 1)
-    assert_same_weights(model[0], mlp()[0])  # which is in no group
-    assert extra.detach().unique().tolist() == [0.5]
-
-
-BASE = functools.partial(torch.optim.SGD, momentum=0.9)
+# ---- bad input
 
 
 @pytest.mark.parametrize(
-    "base, groups",
+    "options, words",
     [
-        (lambda params, **options: BASE(params, **options), lambda m: None),
-        (BASE, lambda m: list(m.parameters())), (BASE, lambda m: list(m.named_parameters())),
-        (BASE, lambda m: [{"params": [p]} for p in m.parameters()]),
+        ({"turn": 2, "max_turn": 1}, "max_turn, 1, is below turn, 2"),
+        ({"turn": 0}, "turn is an angle in degrees"),
+        ({"turn": 181}, "at most 180; got 181"),
+        ({"turn": "2.4"}, "turn is an angle in degrees.* got '2.4'"),
+        ({"turn": 1, "coordinates": "angles"}, "turn needs coordinates='intrinsic'"),
+        ({"turn": 1, "lr": 0}, "lr is above 0 with turn"),
+        ({"lr": -1.0}, "lr is 0 or more; got -1"),
+        ({"lr": "0.1"}, "lr is a number; got '0.1'"),
+        ({"weight_decay": -1.0}, "weight_decay is 0 or more"),
+        ({"scale_lr": math.nan}, "scale_lr is 0 or more; got nan"),
+        ({"scale": "none"}, "scale is 'auto', 'free' or 'fixed'; got 'none'"),
+        ({"coordinates": "polar"}, "coordinates are 'intrinsic' or 'angles'; got 'polar'"),
+        ({"groups": [{"lr": 1.0}]}, "under 'params'; got \\['lr'\\]"),
+        ({"groups": [{"params": mlp().parameters()}]}, "parameters that the model does not"),
     ],
-)  # fmt: skip
-def test_callables_and_groups_of_any_form_train_alike(base: Any, groups: Any) -> None:
-    model, other = mlp(), mlp()
-    train(model, build(model, base, rest=BASE, groups=groups(model)))
-    train(other, build(other, momentum=0.9))
-    assert_same_weights(model, other, 1e-14)
-
-
-@both_coordinates
-@pytest.mark.parametrize(
-    "base, options",
-    [
-        ("RAdam", {"lr": 0.01}), ("NAdam", {"lr": 0.01}), ("RMSprop", {"lr": 0.003}),
-        ("Adafactor", {"lr": 0.03}), ("Rprop", {"lr": 0.003}), ("ASGD", {"lr": 0.1}),
-        ("AdamW", {"lr": 0.01, "amsgrad": True}), ("SGD", {"foreach": True, "momentum": 0.9}),
-        ("Adam", {"lr": 0.01, "foreach": False}), ("Adam", {"lr": 0.01, "fused": True}),
-        ("Adam", {"lr": torch.tensor(0.01)}), ("SGD", {"lr": 0.05, "maximize": True}),
-    ],
-)  # fmt: skip
-def test_any_base_lowers_the_loss(base: str, options: Any, coordinates: str) -> None:
-    model = mlp()
-    optimizer = build(model, getattr(torch.optim, base), coordinates=coordinates, **options)
-    first = backward(model)
-    for _ in range(40):
-        optimizer.step()
-        last = backward(model)
-    assert (first - last) * (-1 if "maximize" in options else 1) > 0.1
-
-
-@pytest.mark.parametrize(
-    "model, options, words",
-    [
-        (mlp, {"base": torch.optim.LBFGS}, "LBFGS .* closure"),
-        (mlp, {"base": torch.optim.Adam, "differentiable": True}, "differentiable=True"),
-        (mlp, {"base": torch.optim.SGD(mlp().parameters())}, "an optimizer's class"),
-        (mlp, {"base": "SGD"}, "an optimizer's class"), (mlp, {"rest": 3}, "rest is an optimizer"),
-        (mlp, {"base": torch.optim.Muon, "rest": torch.optim.Muon}, "the rest has vectors"),
-        (mlp, {"base": functools.partial(torch.optim.SGD, lr=1.0)}, "not in a partial"),
-        (mlp, {"rest": torch.optim.Muon}, "Muon"), (mlp, {"turn": 2, "max_turn": 1}, "below turn"),
-        (mlp, {"turn": 0}, "an angle in degrees"), (mlp, {"turn": 181}, "at most 180; got 181"),
-        (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": math.nan}, "scale_lr is 0"),
-        (mlp, {"groups": [{"lr": 1.0}]}, "under 'params'"),
-        (mlp, {"turn": 1, "coordinates": "angles"}, "turn needs coordinates='intrinsic'"),
-        (mlp, {"groups": [{"params": mlp().parameters()}]}, "the model does not"),
-        (lambda: nn.Embedding(3, 4), {}, "no layer of this model has units"),
-        (lambda: list(mlp().parameters()), {}, "the first argument is the model"),
-        (lambda: gp.convert_(mlp()), {}, "geometry in the layer already"),
-    ],
-)  # fmt: skip
-def test_bad_input_gets_a_sentence(model: Any, options: Any, words: str) -> None:
+)
+def test_a_bad_option_gets_a_sentence(options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        build(model(), **options)
+        build(mlp(), **options)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (nn.Embedding(3, 4), "no layer of this model has units to train \\(weight: an embedding"),
+        (list(mlp().parameters()), "the first argument is the model"),
+        (gp.convert_(mlp()), "geometry in the layer already"),
+    ],
+)
+def test_a_model_without_units_gets_a_sentence(model: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(model)
+
+
+def test_a_group_that_has_lost_a_parameter_gets_a_sentence() -> None:
+    model = mlp()
+    optimizer = build(model)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match="taken out of a group: freeze them instead"):
+        train(model, optimizer, 1)

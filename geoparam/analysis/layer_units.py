@@ -96,8 +96,11 @@ def read_rows(layer: Any) -> UnitRows:
     if isinstance(layer, nn.MultiheadAttention):
         return UnitRows(layer.in_proj_weight, None, None, layer.in_proj_bias, False)
     weight, bias = _read_weight(layer)
-    is_row_first = isinstance(layer, PLAIN)  # not in transformers' Conv1D
-    return UnitRows(weight.flatten(1) if is_row_first else weight.t(), None, None, bias, False)
+    if isinstance(layer, PLAIN):
+        rows = weight.flatten(1)
+    else:  # transformers' Conv1D
+        rows = weight.t()
+    return UnitRows(rows, None, None, bias, False)
 
 
 def _read_weight(layer: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,378 @@
+"""Packed projections and stacked experts train as the layers that they hold."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from function_model import FunctionModel
+from plain_models import (
+    assert_same_weights,
+    backward,
+    both_coordinates,
+    build,
+    find_angles,
+    find_table,
+    gpt2,
+    rms,
+    train,
+)
+from torch import Tensor, nn
+
+Layers = list[tuple[Tensor, Tensor | None]]
+Pieces = Callable[[Callable[[str], Tensor]], Iterable[tuple[Tensor, Tensor | None]]]
+
+BASES: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"base": torch.optim.Adam, "lr": 1e-2},
+    "Muon": {"base": torch.optim.Muon, "lr": 1e-2},
+    "angles": {"base": torch.optim.Adam, "lr": 1e-2, "coordinates": "angles"},
+    "SGD, turn": {"momentum": 0.9, "turn": 2.0},
+    "Adam, turn": {"base": torch.optim.Adam, "lr": 1e-2, "turn": 2.0},
+    "Muon, turn": {"base": torch.optim.Muon, "lr": 1e-2, "turn": 2.0},
+}
+every_base = pytest.mark.parametrize("base", BASES)
+SIZES = 6, 6, 4  # rows of q, k and v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def packed() -> FunctionModel:
+    """Return a head of attention whose projections are one matrix."""
+    torch.manual_seed(1)
+    layers = {"qkv": nn.Linear(6, sum(SIZES)), "head": nn.Linear(4, 3)}
+    return FunctionModel(
+        lambda m, x: m.head(attend(*m.qkv(x).split(SIZES, dim=-1))), **layers
+    ).double()
+
+
+def apart() -> FunctionModel:
+    """Return the same with three matrices."""
+    source = packed()
+    layers = {}
+    weights, biases = (p.detach().split(SIZES) for p in source.qkv.parameters())
+    for name, weight, bias in zip("qkv", weights, biases, strict=True):
+        layers[name] = nn.Linear(6, len(weight)).double()
+        layers[name].load_state_dict({"weight": weight, "bias": bias})
+    return FunctionModel(
+        lambda m, x: m.head(attend(m.q(x), m.k(x), m.v(x))), **layers, head=source.head
+    )
+
+
+@every_base
+def test_a_packed_projection_trains_as_three_layers(base: str) -> None:
+    model, other = packed(), apart()
+    one = train(model, build(model, split={"qkv": SIZES}, **BASES[base]), 20)
+    two = train(other, build(other, **BASES[base]), 20)
+    bound = 2e-2 if "Muon" in base else 1e-12  # Newton-Schulz steps are in bfloat16
+    torch.testing.assert_close(one, two, rtol=bound, atol=bound)
+
+
+def test_an_undivided_projection_does_not() -> None:
+    model, other = packed(), apart()
+    one = train(model, build(model, **BASES["SGD, turn"]), 20)
+    two = train(other, build(other, **BASES["SGD, turn"]), 20)
+    assert abs(one[-1] - two[-1]) > 1e-3
+
+
+# ---- layers of all kinds, piece by piece
+
+
+class Piecewise:
+    """A model's packed or stacked layers beside nn.Linear layers that get the same gradients.
+
+    Args:
+        model: the model with the packed layers.
+        pieces: a function that cuts weights and biases, or their gradients, into layers. It
+            receives a function from a parameter's name to a tensor.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Pieces) -> None:
+        self.model, self.pieces = model, pieces
+        self.apart = nn.ModuleList()
+        for weight, bias in self.find_values():
+            rows, fan_in = weight.shape
+            layer = nn.Linear(fan_in, rows, bias=bias is not None, dtype=weight.dtype)
+            layer.weight.data.copy_(weight)
+            if bias is not None:
+                layer.bias.data.copy_(bias)
+            self.apart.append(layer)
+
+    def find_values(self) -> Layers:
+        """Return copies of the layers' weights and biases."""
+        cut = self.pieces(lambda name: self.model.get_parameter(name).detach().clone())
+        return list(cut)
+
+    def find_turns(self, before: Layers) -> list[float]:
+        """Return the rms angle by which each layer has turned."""
+        pairs = zip(before, self.find_values(), strict=True)
+        return [rms(find_angles(old, new)) for (old, _), (new, _) in pairs]
+
+    def hand_over_gradients(self) -> None:
+        cut = self.pieces(lambda name: self.model.get_parameter(name).grad)
+        for layer, (weight, bias) in zip(self.apart, cut, strict=True):
+            layer.weight.grad = weight.clone()
+            if bias is not None:
+                layer.bias.grad = bias.clone()
+
+    def assert_same(self, tolerance: float) -> None:
+        for layer, (weight, bias) in zip(self.apart, self.find_values(), strict=True):
+            assert (layer.weight - weight).abs().max() < tolerance
+            if bias is not None:
+                assert (layer.bias - bias).abs().max() < tolerance
+
+
+def attention() -> Piecewise:
+    torch.manual_seed(1)
+    mha = nn.MultiheadAttention(6, 2, batch_first=True)
+    layers = {"attention": mha, "head": nn.Linear(6, 3)}
+    model = FunctionModel(lambda m, x: m.head(m.attention(*[x[None]] * 3)[0][0]), **layers)
+
+    def pieces(get: Any) -> Any:
+        weights, biases = (get(f"attention.in_proj_{x}").chunk(3) for x in ("weight", "bias"))
+        return zip(weights, biases, strict=True)
+
+    return Piecewise(model.double(), pieces)
+
+
+def gpt2s_attention() -> Piecewise:
+    def pieces(get: Any) -> Any:
+        for i in (0, 1):
+            layer = f"transformer.h.{i}.attn.c_attn"
+            weights = get(f"{layer}.weight").t().chunk(3)
+            yield from zip(weights, get(f"{layer}.bias").chunk(3), strict=True)
+
+    return Piecewise(gpt2(), pieces)
+
+
+def make_mixture(name: str) -> nn.Module:
+    """Return a tiny language model with experts, of transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=131072,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        experts_implementation="eager",
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+
+
+def mixtral() -> Piecewise:
+    """Its experts are (experts, outputs, inputs); gate and up are halves of a matrix."""
+
+    def pieces(get: Any) -> Any:
+        for i in (0, 1):
+            experts = f"model.layers.{i}.mlp.experts"
+            for both in get(f"{experts}.gate_up_proj"):
+                for half in both.chunk(2):
+                    yield half, None
+            for down in get(f"{experts}.down_proj"):
+                yield down, None
+
+    return Piecewise(make_mixture("Mixtral"), pieces)
+
+
+def gpt_oss() -> Piecewise:
+    """Its experts are (experts, inputs, outputs) with biases; gate and up are interleaved."""
+
+    def pieces(get: Any) -> Any:
+        for i in (0, 1):
+            for key in ("gate_up_proj", "down_proj"):
+                name = f"model.layers.{i}.mlp.experts.{key}"
+                weights = [weight.t() for weight in get(name)]
+                yield from zip(weights, get(f"{name}_bias"), strict=True)
+
+    return Piecewise(make_mixture("GptOss"), pieces)
+
+
+class Experts(nn.Module):
+    """Three experts in a stack of one's own: (inputs, experts, outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(6, 3, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.arange(len(x)) % 3
+        return torch.einsum("bi,ibo->bo", x, self.w1[:, chosen]).tanh()
+
+
+def own_stack() -> Piecewise:
+    torch.manual_seed(1)
+    model = nn.Sequential(Experts(), nn.Linear(8, 3)).double()
+
+    def pieces(get: Any) -> Any:
+        for weight in get("0.w1").permute(1, 2, 0):
+            for half in weight.split((3, 5)):
+                yield half, None
+
+    return Piecewise(model, pieces)
+
+
+LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "MultiheadAttention": (attention, {}),
+    "GPT-2": (gpt2s_attention, {}),
+    "Mixtral": (mixtral, {}),
+    "GPT-OSS": (gpt_oss, {}),
+    "own stack": (own_stack, {"stacks": {"w1": "ieo"}, "split": {"w1": (3, 5)}}),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@every_layout
+@every_base
+def test_layers_in_one_parameter_train_as_layers_apart(layout: str, base: str) -> None:
+    make, options = LAYOUTS[layout]
+    both = make()
+    optimizer = build(both.model, **BASES[base], **options)
+    same = build(both.apart, filter_fn=lambda *_: True, **BASES[base])
+    for step in range(3):
+        backward(both.model, step)
+        both.hand_over_gradients()
+        optimizer.step()
+        same.step()
+    both.assert_same(5e-3 if "Muon" in base else 1e-12)
+
+
+@every_layout
+def test_each_layer_in_a_parameter_turns_by_the_angle(layout: str) -> None:
+    make, options = LAYOUTS[layout]
+    both = make()
+    optimizer = build(both.model, torch.optim.Muon, turn=2.0, max_turn=180, **options)
+    before = both.find_values()
+    train(both.model, optimizer, 1)
+    expected = [2.0] * len(before)
+    assert both.find_turns(before) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_own_projection_is_split_by_a_number_of_equal_parts() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    both = Piecewise(model, lambda get: [(part, None) for part in get("0.weight").chunk(3)])
+    before = both.find_values()
+    train(model, build(model, turn=2.0, max_turn=180, split={"0": 3}), 1)
+    assert both.find_turns(before) == pytest.approx([2.0] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("base", ["SGD, turn", "Adam, turn", "Muon, turn"])
+def test_an_expert_without_tokens_does_not_turn(base: str) -> None:
+    """Nor by momentum: it has met tokens before."""
+    both = mixtral()
+    optimizer = build(both.model, **BASES[base])
+    train(both.model, optimizer)
+    before = both.find_values()
+    token = torch.tensor([[3, 3]])
+    both.model.zero_grad()
+    both.model(token, labels=token).loss.backward()
+    both.hand_over_gradients()
+    has_tokens = [bool(layer.weight.grad.any()) for layer in both.apart]
+    optimizer.step()
+    turns = both.find_turns(before)
+    assert 0 < sum(has_tokens) < len(has_tokens)
+    assert [turn > 0.1 for turn in turns] == has_tokens
+    assert max(turn for turn, has in zip(turns, has_tokens, strict=True) if not has) < 1e-6
+
+
+@pytest.mark.parametrize("name, router", [("Mixtral", "gate"), ("GptOss", "router")])
+def test_experts_are_units_and_routers_stay_plain(name: str, router: str) -> None:
+    table = find_table(build(make_mixture(name)))
+    assert table[f"model.layers.1.mlp.{router}.weight"] == "a router"
+    assert table["lm_head.weight"].startswith("the output layer")
+    parts = 8 if name == "Mixtral" else 4
+    assert table["model.layers.1.mlp.experts.gate_up_proj"].endswith(f"free; {parts} layers")
+    assert table["model.layers.1.mlp.experts.down_proj"].endswith("free; 4 layers")
+
+
+def test_a_router_of_ones_own_beside_experts_stays_plain() -> None:
+    block = nn.ModuleDict({"gate": nn.Linear(6, 3), "experts": Experts()})
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(8, 3)})
+    table = find_table(build(model, stacks={"experts.w1": "ieo"}))
+    assert table["block.gate.weight"] == "a router"
+    assert table["block.experts.w1"].startswith("24 6")
+
+
+def test_a_stack_that_nobody_named_stays_plain() -> None:
+    model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
+    assert find_table(build(model))["0.w1"] == "not in a known layer"
+
+
+@both_coordinates
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> None:
+    attention = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    transposed = nn.ConvTranspose1d(6, 6, 1, groups=2), nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Embedding(6, 8), attention, *transposed, nn.Linear(8, 6)).double()
+    model[4].weight = model[0].weight
+    tokens = torch.arange(6)[None]
+    inputs = tokens if is_traced else None
+    optimizer = build(model, coordinates=coordinates, example_inputs=inputs)
+    names = optimizer.param_groups[0]["param_names"]
+    inner = ["self_attn.in_proj_weight", "self_attn.out_proj.weight"]
+    inner += ["linear1.weight", "linear2.weight"]
+    assert names == [*(f"1.{name}" for name in inner), "2.weight"]
+
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert model(tokens).square().mean() < loss
+
+
+@both_coordinates
+def test_units_of_a_transposed_convolution_are_its_columns(coordinates: str) -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(6, 6, 1, groups=2), nn.Linear(8, 3)).double()
+    before = copy.deepcopy(model[0].weight.detach())
+    optimizer = build(model, coordinates=coordinates, scale="fixed")
+    model(torch.randn(4, 6, 8).double()).square().mean().backward()
+    optimizer.step()
+    for new, old in zip(model[0].weight.detach().chunk(2), before.chunk(2), strict=True):
+        torch.testing.assert_close(new.norm(dim=0), old.norm(dim=0))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"split": {"qkv": 5}}, "split: 'qkv' has 16 rows, which 5 does not divide"),
+        ({"split": {"qkv": (6, 6)}}, "split: 'qkv' has 16 rows; the parts \\(6, 6\\) must add up"),
+        ({"split": {"qvk": 2}}, "split: no layer's name ends in 'qvk'"),
+        ({"split": 3}, "split maps the end of a name to a value; got 3"),
+        (
+            {"stacks": {"qkv.weight": "eoi"}},
+            "must have three dimensions; its shape is \\(16, 6\\)",
+        ),
+        ({"stacks": {"experts": "eoi"}}, "stacks: no layer's name ends in 'experts'"),
+    ],
+)
+def test_a_split_or_stack_that_does_not_fit_gets_a_sentence(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(packed(), **options)
+
+
+def test_the_letters_of_a_stack_are_checked() -> None:
+    model = nn.Sequential(Experts(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="letters e, o and i once each; got 'eo'"):
+        build(model, stacks={"w1": "eo"})
+
+
+def test_a_state_of_packed_layers_goes_on() -> None:
+    model, other = packed(), packed()
+    optimizer, resumed = (build(m, split={"qkv": SIZES}, turn=2.0) for m in (model, other))
+    train(model, optimizer)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, optimizer)
+    train(other, resumed)
+    assert_same_weights(model, other)

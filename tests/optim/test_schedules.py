@@ -1,0 +1,260 @@
+"""Every group's `lr` is a rate: any schedule sets it, and the angle is turn * lr / start_lr."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from plain_models import (
+    assert_same_weights,
+    build,
+    mlp,
+    rms,
+    rows,
+    step_and_find_angles,
+    through_a_file,
+    train,
+)
+from torch.optim import SGD, AdamW, Muon, lr_scheduler
+
+TURN, RATE, STEPS = 2.4, 0.02, 12
+
+
+class Loop:
+    """Sets one number for all groups, as nanoGPT's loop does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.count = optimizer, 0
+        self.step(0)
+
+    def step(self, by: int = 1) -> None:
+        self.count += by
+        rate = RATE * min(1, (self.count + 1) / 3) * (1 - self.count / STEPS)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def warm_up_linearly(optimizer: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.get_linear_schedule_with_warmup(optimizer, 3, STEPS)
+
+
+def warm_up_then_cosine(optimizer: Any) -> Any:
+    warm_up = lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], [3])
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=STEPS + 1)
+
+
+def cyclic(optimizer: Any) -> Any:
+    return lr_scheduler.CyclicLR(optimizer, base_lr=RATE / 10, max_lr=RATE, step_size_up=4)
+
+
+SCHEDULES: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "OneCycleLR": one_cycle,
+    "CyclicLR": cyclic,
+    "SequentialLR from 0": warm_up_then_cosine,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "transformers": warm_up_linearly,
+    "a loop": Loop,
+}
+every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=list(SCHEDULES))
+
+
+def start(make: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a model, its optimizer with a turn, and the schedule."""
+    model = mlp()
+    optimizer = build(model, turn=TURN, max_turn=180, lr=RATE, momentum=0.9, **options)
+    return model, optimizer, make(optimizer)
+
+
+def advance(schedule: Any) -> None:
+    """Step a schedule; one that looks at the loss sees none that gets better."""
+    is_plateau = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+    schedule.step(*([1.0] if is_plateau else []))
+
+
+@every_schedule
+def test_the_angle_follows_the_rate(make: Any) -> None:
+    model, optimizer, schedule = start(make)
+    rates = []
+    for step in range(STEPS):
+        rate = optimizer.param_groups[0]["lr"]
+        expected = TURN * rate / RATE
+        assert optimizer.turn() == [pytest.approx(expected)]
+        for angles in step_and_find_angles(model, optimizer, step):
+            assert rms(angles) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        rates.append(rate)
+        advance(schedule)
+    assert len(set(rates)) > 3
+
+
+@every_schedule
+def test_a_schedule_resumes_in_the_middle(make: Any) -> None:
+    first = start(make)
+    for step in range(5):
+        train(*first[:2], steps=1, first=step)
+        advance(first[2])
+    resumed = start(make)
+    for new, old in zip(resumed, first, strict=True):
+        new.load_state_dict(through_a_file(copy.deepcopy(old.state_dict())))
+    for model, optimizer, schedule in (first, resumed):
+        for step in range(5, STEPS):
+            train(model, optimizer, steps=1, first=step)
+            advance(schedule)
+    assert first[1].turn() == resumed[1].turn()
+    assert_same_weights(resumed[0], first[0])
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_a_cycle_sets_the_momentum_too(name: str) -> None:
+    model, optimizer, schedule = start(SCHEDULES[name])
+    momenta = set()
+    for _ in range(4):
+        momenta.add(optimizer.param_groups[0]["momentum"])
+        train(model, optimizer, 1)
+        schedule.step()
+    assert len(momenta) == 4
+
+
+def test_one_cycle_sets_the_betas_of_a_base_and_a_rest_that_have_them() -> None:
+    optimizer = build(mlp(), AdamW, lr=RATE, turn=TURN)
+    one_cycle(optimizer)
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
+
+
+@pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
+def test_the_starting_rate_is_a_float_that_no_schedule_moves(lr: Any) -> None:
+    model = mlp()
+    optimizer = build(model, torch.optim.Adam, turn=TURN, lr=lr)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, 1)
+    schedule.step()
+    start_lr = optimizer.param_groups[0]["start_lr"]
+    assert isinstance(start_lr, float) and start_lr == pytest.approx(RATE)
+    assert optimizer.turn() == [pytest.approx(TURN / 2)]
+
+
+# ---- groups
+
+
+def test_a_groups_own_rate_scales_its_turn() -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": RATE / 4}, {"params": model[3].parameters()}]
+    optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
+    found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
+    assert optimizer.turn() == pytest.approx([TURN / 4, TURN])
+    assert found == pytest.approx([TURN / 4, TURN], rel=1e-6)
+
+
+def test_a_groups_own_turn_is_its_angle_at_its_own_rate() -> None:
+    model = mlp()
+    own = {"params": model[0].parameters(), "lr": RATE / 4, "turn": 1.0}
+    groups = [own, {"params": model[3].parameters()}]
+    optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for factor in (1, 0.5):
+        found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
+        assert found == pytest.approx([factor * 1.0, factor * TURN], rel=1e-6)
+        schedule.step()
+
+
+def test_a_groups_turn_is_checked() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="turn is an angle in degrees.* got 200"):
+        build(model, turn=TURN, groups=[{"params": model.parameters(), "turn": 200}])
+
+
+def find_changes(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how one step at half the starting rate changes r, and the output layer."""
+    model = mlp()
+    optimizer = build(model, lr=RATE, **options)
+    for group in optimizer.param_groups:
+        group["lr"] = RATE / 2
+    train(model, optimizer, 1)
+    lengths = rows(model[0]).norm(dim=1) - rows(mlp()[0]).norm(dim=1)
+    return lengths, rows(model[6]) - rows(mlp()[6])
+
+
+def test_one_number_for_all_groups_keeps_the_ratio_of_r() -> None:
+    r, rest = find_changes(scale_lr=3 * RATE, turn=TURN)
+    r_alike, rest_alike = find_changes(turn=TURN)
+    torch.testing.assert_close(r, 3 * r_alike, rtol=1e-9, atol=0)
+    torch.testing.assert_close(rest, rest_alike, rtol=1e-9, atol=0)
+
+
+def test_one_number_for_all_groups_keeps_the_ratio_of_the_rest() -> None:
+    _, rest = find_changes(base=Muon, rest=functools.partial(SGD, lr=RATE / 5))
+    _, expected = find_changes(base=SGD)
+    torch.testing.assert_close(rest, expected / 5, rtol=1e-9, atol=0)
+
+
+# ---- angles that cannot be meant
+
+
+def test_a_turn_that_looks_like_a_rate_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="turn=0.02 is an angle in degrees, and a small one"):
+        build(mlp(), turn=0.02)
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def test_an_angle_above_four_turns_is_warned_of_once() -> None:
+    model, optimizer, _ = start(Loop)
+    set_rate(optimizer, 5 * RATE)
+    with pytest.warns(UserWarning, match="0.1 turns units by 12 degrees.*build .* with lr=0.1"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)
+
+
+def test_a_peak_above_four_turns_is_warned_of_at_the_first_step() -> None:
+    model = mlp()
+    optimizer = build(model, turn=TURN, lr=RATE, momentum=0.9)
+    lr_scheduler.OneCycleLR(optimizer, max_lr=5 * RATE, total_steps=100)
+    with pytest.warns(UserWarning, match="If 0.1 is the schedule's peak"):
+        train(model, optimizer, 1)
+
+
+def test_an_angle_of_four_turns_is_not_warned_of() -> None:
+    model, optimizer, _ = start(Loop)
+    set_rate(optimizer, 4 * RATE)
+    train(model, optimizer, 1)
+
+
+def test_an_angle_above_90_degrees_is_refused_before_anything_is_written() -> None:
+    model, optimizer, _ = start(Loop)
+    set_rate(optimizer, 1.0)
+    with pytest.raises(ValueError, match="1 turns units by 120 degrees: turn=2.4 is for lr=0.02"):
+        train(model, optimizer, 1)
+    assert_same_weights(model, mlp())
+
+
+def test_peaks_of_the_older_form_are_refused_with_the_new_line() -> None:
+    model = mlp()
+    optimizer = build(model, turn=TURN, lr=RATE, momentum=0.9)
+    lr_scheduler.OneCycleLR(optimizer, max_lr=[TURN, RATE], total_steps=STEPS)
+    with pytest.raises(ValueError, match="max_lr=0.02 for all groups, not max_lr=\\[turn, lr\\]"):
+        train(model, optimizer, 1)
+
+
+def test_without_a_turn_any_rate_is_taken() -> None:
+    model = mlp()
+    optimizer = build(model, lr=RATE)
+    set_rate(optimizer, 2.0)
+    train(model, optimizer, 1)
+    assert optimizer.turn() == []
