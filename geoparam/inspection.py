@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -121,6 +122,13 @@ def _find_span(tensor: Tensor) -> tuple[str, int, int]:
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
     """Return copies of the positional and keyword arguments of one call, if they fit the model."""
+    if isinstance(inputs, np.ndarray):
+        raise ValueError("inputs are tensors; got a numpy array: use torch.from_numpy.")
+    if isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
+        raise ValueError(
+            f"inputs are one batch as the model takes it; got a {type(inputs).__name__}: use "
+            "next(iter(loader)), and of a batch (x, y) the x."
+        )
     args: tuple = (inputs,)
     advice = "A tuple or list is the arguments of one call: of a batch (x, y) give x alone."
     if isinstance(inputs, Mapping):

@@ -32,6 +32,7 @@ from geoparam.conversion.plan import (
     absorb_norm,
     decide,
     find_candidates,
+    run_example,
 )
 from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
@@ -39,7 +40,7 @@ from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
-from geoparam.trace import Filter, record_run
+from geoparam.trace import Filter
 
 log = logging.getLogger("geoparam")
 
@@ -141,7 +142,7 @@ def convert_(
     if example_inputs is not None:
         layers = [c for c in candidates.values() if norm == "imn" and init is None and c.is_plain]
         with means.gather(layers):
-            run = record_run(model, example_inputs)
+            run = run_example(model, example_inputs)
 
     decided = decide(model, candidates, request, None if run is None else run.graph)
     advice = _find_advice(model, decided, request, pretrained)
@@ -154,7 +155,8 @@ def convert_(
             means = _measure_input_means(model, layers, calibration)
         means.check(layers)
 
-    builder = _Builder(coordinates or "angles", natural, init, weights, momentum, means)
+    coordinates = "angles" if coordinates is None else coordinates
+    builder = _Builder(coordinates, natural, init, weights, momentum, means)
     pairs = _build_pairs(model, candidates, decided, builder)
     changed: list[Tensor] = []
     if weights == "plain":  # which are written to in place
@@ -272,9 +274,14 @@ def _measure_input_means(
     """Run the model on one batch, or on each of a list or other iterable of batches."""
     means = _InputMeans()
     is_one = isinstance(calibration, Tensor | tuple | Mapping)
+    if not is_one and not isinstance(calibration, Iterable):
+        raise ValueError(
+            "calibration is a batch, or a list or other iterable of batches; got a "
+            f"{type(calibration).__name__}."
+        )
     for batch in [calibration] if is_one else calibration:
         with means.gather(layers):
-            record_run(model, batch)  # evaluation, no gradients, nothing left behind
+            run_example(model, batch)  # evaluation, no gradients, nothing left behind
     return means
 
 
