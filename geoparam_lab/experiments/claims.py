@@ -110,14 +110,15 @@ def run(
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
     sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
     options: Any = {"key": Member._fields, "resume": resume, "may_change": ("parts",)}
-    folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
     todo = [task for part in chosen for task in make_tasks(part, seeds)]
     total = sum(len(task.keys) for task in todo)
     work = functools.partial(_measure, sets)
-    Session(folder, work, total, jobs, progress).spread(todo)
-    done = [r for r in folder.records() if r["part"] in chosen]  # others may be half done
-    folder.append_missing(find_answers(done))
-    folder.figure("covariance", _draw_norms(), _COVARIANCE)
+    config = {"parts": chosen, "seeds": seeds}
+    with Run.create(out, "claims", config, command, **options) as folder:
+        Session(folder, work, total, jobs, progress).spread(todo)
+        done = [r for r in folder.records() if r["part"] in chosen]  # others may be half done
+        folder.append_missing(find_answers(done))
+        folder.figure("covariance", _draw_norms(), _COVARIANCE)
     return folder
 
 

@@ -112,12 +112,13 @@ def run(
         raise ValueError(f"exponents are fitted to two widths or more; got {widths}.")
     config: Record = {"datasets": datasets, "widths": widths, "seeds": seeds}
     energy = data_sets.load("energy", data) if "energy" in datasets else None
-    folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
     grid = itertools.product(datasets, VARIANTS, widths, range(seeds))
     todo = [Task(f"Width {w:,}", (Member("start", d, *v, w, seed),)) for d, v, w, seed in grid]
     work = functools.partial(measure, energy)
-    Session(folder, work, len(todo), 1, progress).spread(todo)
-    folder.append_missing(find_answers(folder.records(), config))
+    options: Record = {"key": Member._fields, "resume": resume}
+    with Run.create(out, "width", config, command, **options) as folder:
+        Session(folder, work, len(todo), 1, progress).spread(todo)
+        folder.append_missing(find_answers(folder.records(), config))
     return folder
 
 

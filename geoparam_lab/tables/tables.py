@@ -70,6 +70,12 @@ def export(runs: Iterable[Run], baseline: str | None = None) -> str:
     return "\n".join(parts)
 
 
+def check(run: Run) -> None:
+    """Raise ValueError, with the folder's name, where a run's files are damaged."""
+    with run.explain_damage():
+        make_tables(run)
+
+
 def make_heading(run: Run) -> str:
     """Return the title of a run's experiment, with the run's folder where that says more."""
     experiment, folder = experiments.find(run.info["experiment"]), run.folder.resolve().name

@@ -174,6 +174,7 @@ def test_answers_wait_for_all_records_whatever_their_order(small: None, tmp_path
     cut = claims.run(tmp_path / "cut", parts=["shift"], **options)
     for record in [r for r in whole if r["part"] == "shell"][::-2]:
         cut.append(record)
+    cut.close()
     claims.run(tmp_path / "cut", parts=["shift"], resume=True, **options)
     found = claims.run(tmp_path / "cut", parts=["shell"], resume=True, **options).records()
     answers = [[r for r in records if "shell:" in r["part"]] for records in (whole, found)]
