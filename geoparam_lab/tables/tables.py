@@ -20,7 +20,6 @@ from geoparam_lab import experiments, methods
 from geoparam_lab.checks import check_names
 from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
-from geoparam_lab.experiments.rank_correlations import adjust
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates
 from geoparam_lab.tables.estimates import Estimate, number
@@ -224,7 +223,7 @@ def _make_difference_column(
     p_values = {
         row: estimates.find_p_value(each) for row, each in found.items() if each.n >= LEAST
     }
-    holm = adjust(p_values)
+    holm = estimates.adjust(p_values)
     marks = {row: " **" if holm[row] < LEVEL else " *" for row in holm if p_values[row] < LEVEL}
     cells = [
         estimates.format_estimate(found.get(row), measure.digits) + marks.get(row, "")

@@ -138,7 +138,6 @@ def replace_run(
             {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4}
             | {"resume": True, "methods": ["sp", "wn", "bn", "gmp"]},
         ),
-        ("width --widths 16,64 --seeds 5", {"widths": [16, 64], "seeds": 5}),
         (
             "imagenet32 --data npz --batch-sizes 256,1024 --widths 8,8 --keep-weights "
             "--methods gmp --method bn:lr=0.4,0.8 --method sp --time-to 40,45 --select 0.1",
