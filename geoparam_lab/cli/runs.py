@@ -29,7 +29,7 @@ class Reader(NamedTuple):
     """How an option is typed, and how what was typed becomes the argument."""
 
     kind: Any
-    read: Callable[[Any], Any]
+    read: Callable[[str, Any], Any]  # takes the option's name, for errors, and what was typed
 
 
 def make_application() -> typer.Typer:
@@ -47,8 +47,12 @@ def make_command(experiment: Experiment) -> Callable[..., None]:
 
     def command(out: Path, **given: Any) -> None:
         with explain_errors(out):
-            typed = {name: value for name, value in given.items() if value is not None}
-            run(experiment, out, {name: options[name][1].read(typed[name]) for name in typed})
+            arguments = {}
+            for name, typed in given.items():
+                if typed is not None:
+                    _, reader = options[name]
+                    arguments[name] = reader.read(_make_flag(name), typed)
+            run(experiment, out, arguments)
 
     folder = inspect.Parameter(
         "out",
@@ -62,12 +66,16 @@ def make_command(experiment: Experiment) -> Callable[..., None]:
     return command
 
 
+def _make_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> inspect.Parameter:
-    default, name = parameter.default, f"--{parameter.name.replace('_', '-')}"
+    default = parameter.default
     if isinstance(default, (list, tuple)):
         default = ",".join(map(str, default)) or None
     required = default is parameter.empty
-    option = Option(name, help=text, show_default=not required)
+    option = Option(_make_flag(parameter.name), help=text, show_default=not required)
     kind = reader.kind if required or reader.kind is bool else reader.kind | None
     return parameter.replace(
         kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
@@ -94,17 +102,17 @@ def find_reader(annotation: Any) -> Reader | None:
     """Return how an argument of this type is read; None where no option can give it.
 
     Example:
-        >>> find_reader(Sequence[float]).read("0.01,0.1"), find_reader(int | None).read(3)
-        ([0.01, 0.1], 3)
+        >>> find_reader(Sequence[float]).read("--lrs", "0.01,0.1")
+        [0.01, 0.1]
     """
     union = get_origin(annotation) in (types.UnionType, typing.Union)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     kinds = kinds if union else [annotation]
     kind = Path if Path in kinds else kinds[0]
     if kind in _PLAIN or kind == list[str]:
-        return Reader(kind, lambda value: value)
+        return Reader(kind, lambda option, value: value)
     if get_origin(kind) in (Sequence, tuple):
-        return Reader(str, lambda text: read_list(text, get_args(kind)[0]))
+        return Reader(str, lambda option, text: read_list(option, text, get_args(kind)[0]))
     return None
 
 

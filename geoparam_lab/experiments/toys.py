@@ -153,18 +153,19 @@ def run(
     if folds:
         check_folds(folds, problem.data[0].shape[-2])
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
-    options: Record = {"resume": resume, "may_change": may_change}
-    done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
-    work = functools.partial(_train_stack, toy, data, problem, folds)
-    stacks = list_stacks(done.config)
-    count = sum(len(stack.keys) for stack in stacks)
-    session = Session(done, work, count, jobs, progress)
-    session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
-    over_rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
-    save_figures(done, toy.draw(done, data) | over_rates, progress)
-    if arrays := toy.film(done, data):
-        done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
-    return done
+    options: Record = {"key": Member._fields, "resume": resume, "may_change": may_change}
+    with Run.create(out, toy.name, config | source, command, **options) as folder:
+        stacks = list_stacks(folder.config)
+        count = sum(len(stack.keys) for stack in stacks)
+        work = functools.partial(_train_stack, toy, data, problem, folds)
+        session = Session(folder, work, count, jobs, progress)
+        session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
+
+        over_rates = draw_rates(folder, {toy.name.capitalize(): folder.records()}, toy.measure)
+        save_figures(folder, toy.draw(folder, data) | over_rates, progress)
+        if arrays := toy.film(folder, data):
+            folder.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
+    return folder
 
 
 def train(

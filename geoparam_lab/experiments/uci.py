@@ -241,8 +241,8 @@ def run(
         )
     known: Any = {"key": FOLD_KEY if protocol == "cv" else KEY, "may_change": _MAY_CHANGE}
     known |= {"defaults": {"batch_size": BATCH_SIZE}}
-    folder = Run.create(out, "uci", config, command, resume=resume, **known)
-    _train_all(folder, loaded, config, jobs=jobs, progress=progress)
+    with Run.create(out, "uci", config, command, resume=resume, **known) as folder:
+        _train_all(folder, loaded, config, jobs=jobs, progress=progress)
     return folder
 
 

@@ -27,13 +27,14 @@ from geoparam_lab import experiments
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.plots import CYCLE, curve_styles
-from geoparam_lab.run_folder import Run
+from geoparam_lab.run_folder import Run, read_file
 from geoparam_lab.tables import tables
 
 Array = np.ndarray
 
 MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
+LARGEST_FIGURE, LONGEST_CAPTION = 1 << 26, 1 << 16  # in bytes
 PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
 
 
@@ -110,7 +111,7 @@ def _describe(run: Run, number: int) -> dict[str, Any]:
             "about": find_experiment(run).about,
             "slider": _find_slider(run),
             "tables": tables.make_tables(run),
-            "figures": list(map(_read_figure, pictures)),
+            "figures": [_read_figure(run.folder, path) for path in pictures],
             "commands": list_commands(run),
             "facts": describe_run(run),
         }
@@ -127,13 +128,14 @@ def _find_slider(run: Run) -> dict[str, Any] | None:
         return {"curve": curve, "error": str(error)}
 
 
-def _read_figure(path: Path) -> dict[str, Any]:
+def _read_figure(folder: Path, path: Path) -> dict[str, Any]:
     """Return a picture with its caption: the text beside it, or else its name."""
     caption = path.stem.replace("_", " ").replace("-", " ").capitalize()
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip() or caption
+    with contextlib.suppress(OSError, ValueError):
+        text = read_file(folder, f"figures/{path.stem}.txt", LONGEST_CAPTION).decode()
+        caption = text.strip() or caption
     try:
-        content = path.read_bytes()
+        content = read_file(folder, f"figures/{path.name}", LARGEST_FIGURE)
         if content[:8] != b"\x89PNG\r\n\x1a\n" or len(content) < 24:
             raise ValueError("it is not a PNG.")
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ error is s sqrt(1/n + test/train) instead of s sqrt(1/n): the corrected resample
 and Bengio (2003). Of k comparisons in a table some come out by chance; Holm's rule allows for k.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -85,6 +86,18 @@ def find_p_value(difference: Estimate) -> float:
         term *= math.cos(angle) ** 2 * k / (k + 1)
     inside = math.sin(angle) * total
     return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
+
+
+def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
+    """Return the p-values after Holm's correction for their number.
+
+    Example:
+        >>> adjust({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    ranked = sorted(p_values, key=lambda name: p_values[name])
+    raised = [min(1.0, (len(ranked) - i) * p_values[name]) for i, name in enumerate(ranked)]
+    return dict(zip(ranked, itertools.accumulate(raised, max), strict=True))
 
 
 def format_estimate(value: Estimate | None, digits: int | None) -> str:

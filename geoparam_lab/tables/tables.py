@@ -20,7 +20,6 @@ from geoparam_lab import experiments, methods
 from geoparam_lab.checks import check_names
 from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
-from geoparam_lab.experiments.rank_correlations import adjust
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates
 from geoparam_lab.tables.estimates import Estimate, number
@@ -68,6 +67,12 @@ def export(runs: Iterable[Run], baseline: str | None = None) -> str:
     for heading, own in found:
         parts += [f"## {escape(heading)}\n", *(table.markdown() for table in own)]
     return "\n".join(parts)
+
+
+def check(run: Run) -> None:
+    """Raise ValueError, with the folder's name, where a run's files are damaged."""
+    with run.explain_damage():
+        make_tables(run)
 
 
 def make_heading(run: Run) -> str:
@@ -218,7 +223,7 @@ def _make_difference_column(
     p_values = {
         row: estimates.find_p_value(each) for row, each in found.items() if each.n >= LEAST
     }
-    holm = adjust(p_values)
+    holm = estimates.adjust(p_values)
     marks = {row: " **" if holm[row] < LEVEL else " *" for row in holm if p_values[row] < LEVEL}
     cells = [
         estimates.format_estimate(found.get(row), measure.digits) + marks.get(row, "")

@@ -296,5 +296,5 @@ def _finish(training: TextTraining, folder: Path) -> None:
         if is_due:
             state = training.state_dict()
             if training.is_main:
-                run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
+                run_checkpoints.write_checkpoint(folder, state)
             last = time.monotonic()
