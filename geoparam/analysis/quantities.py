@@ -251,6 +251,45 @@ QUANTITIES: tuple[Quantity, ...] = (
 )
 
 
+def choose_quantities(
+    chosen: Sequence[str | Quantity] | None,
+) -> tuple[tuple[Quantity, ...], list[str]]:
+    """Return the quantities to record, and the columns that were asked for.
+
+    A name is that of a column or of a whole quantity; None chooses all.
+
+    Example:
+        >>> recorded, columns = choose_quantities(["scale", "dead"])
+        >>> [type(quantity).__name__ for quantity in recorded], columns
+        (['Scale', 'Activity'], ['scale_min', 'scale_median', 'scale_max', 'dead'])
+    """
+    if isinstance(chosen, str):
+        chosen = [chosen]
+    recorded: dict[Quantity, None] = {}  # in order, each once
+    columns: dict[str, None] = {}
+    for choice in QUANTITIES if chosen is None else chosen:
+        if isinstance(choice, str):
+            quantity = _find_quantity(choice)
+            is_whole = choice == getattr(quantity, "name", None)
+            named = quantity.columns if is_whole else (choice,)
+        else:
+            quantity, named = choice, choice.columns
+        recorded[quantity] = None
+        columns |= dict.fromkeys(named)
+    if not recorded:
+        raise ValueError("quantities must not be empty; None records all.")
+    return tuple(recorded), list(columns)
+
+
+def _find_quantity(name: str) -> Quantity:
+    """Return the quantity that is called `name`, or has a column of that name."""
+    for quantity in QUANTITIES:
+        if name in (getattr(quantity, "name", None), *quantity.columns):
+            return quantity
+    columns = [column for quantity in QUANTITIES for column in quantity.columns]
+    raise ValueError(f"no quantity {name!r}; there are: {', '.join(columns)}.")
+
+
 @torch.no_grad()
 def measure(quantities: Sequence[Quantity], interval: Interval) -> tuple[Tensor, Tensor]:
     """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total)."""

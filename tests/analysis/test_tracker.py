@@ -362,19 +362,6 @@ def test_under_autocast_directions_keep_their_precision() -> None:
     assert 0 < tracker.history["0"]["rotation_max"] < 0.1
 
 
-def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    writer, model = tensorboard.SummaryWriter(tmp_path), network("sp")
-    tracker = BoundaryTracker(model, writer=writer)
-    train(model, 3, tracker.step)
-    writer.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("0/rotation_max")
-    values = [event.value for event in events]
-    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(("name", "every"), [("bn", 1), ("gmp inside", 2)])
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
     tmp_path: Path, name: str, every: int

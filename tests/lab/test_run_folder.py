@@ -318,7 +318,7 @@ def test_curves_are_the_folders_own_and_bounded(
 ) -> None:
     path = run.save_curves("a", loss=np.zeros(100_000))
     monkeypatch.setattr(run_folder, "LARGEST", 10_000)
-    with pytest.raises(ValueError, match="a.npz unpacks to 800,"):
+    with pytest.raises(ValueError, match="a.npz cannot be read: .* 800,"):
         run.curves("a")
     path.rename(tmp_path / "elsewhere.npz")
     path.symlink_to(tmp_path / "elsewhere.npz")
