@@ -82,6 +82,16 @@ def test_goes_on_from_a_state_without_steps(kind: str) -> None:
     assert_same_training((new, resumed), (model, optimizer))
 
 
+def test_a_number_in_a_state_keeps_its_type() -> None:
+    """NAdam's product of momenta is a float32 number beside float64 moments."""
+    model, new = mlp(), mlp()
+    optimizer, resumed = (build(m, torch.optim.NAdam, lr=0.01) for m in (model, new))
+    train(model, optimizer)
+    new.load_state_dict(model.state_dict())
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_training((new, resumed), (model, optimizer))
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 def test_a_state_saved_under_a_wrapper_is_loaded(wrap: Any) -> None:
     model, plain = mlp(), mlp()
