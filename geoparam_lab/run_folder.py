@@ -247,10 +247,10 @@ class Run:
 
 def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], list[Record]]:
     """Return the records by their values in some fields, in the order in which these occur."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        found.setdefault(tuple(record[field] for field in fields), []).append(record)
-    return found
+        groups.setdefault(tuple(record[field] for field in fields), []).append(record)
+    return groups
 
 
 def select_records(records: Iterable[Record], **fields: Any) -> list[Record]:
@@ -261,11 +261,11 @@ def select_records(records: Iterable[Record], **fields: Any) -> list[Record]:
 def _check_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")
-    found = [name for name in _OWN if (folder / name).exists()]
-    if found and not (folder / "config.json").exists():
+    contents = [name for name in _OWN if (folder / name).exists()]
+    if contents and not (folder / "config.json").exists():
         raise FileExistsError(
-            f"{folder} holds {', '.join(found)} without config.json, so it is of something else "
-            "and would be written over. Choose another folder"
+            f"{folder} holds {', '.join(contents)} without config.json, so it is of something "
+            "else and would be written over. Choose another folder"
         )
     return folder
 

@@ -34,10 +34,11 @@ class Reader(NamedTuple):
 
 def make_application() -> typer.Typer:
     """Return the commands."""
-    found = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
+    application = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
     for experiment in EXPERIMENTS.values():
-        found.command(experiment.name, help=experiment.summary)(make_command(experiment))
-    return found
+        add = application.command(experiment.name, help=experiment.summary)
+        add(make_command(experiment))
+    return application
 
 
 def make_command(experiment: Experiment) -> Callable[..., None]:
@@ -85,14 +86,15 @@ def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> ins
 def find_options(experiment: Experiment) -> Iterator[tuple[inspect.Parameter, Reader]]:
     """Yield the arguments of an experiment's `run` and the fields of its settings as options."""
     assert experiment.run is not None
-    own = inspect.signature(experiment.run).parameters
-    found = [each for name, each in own.items() if name not in _INTERNAL]
+    arguments = inspect.signature(experiment.run).parameters
+    parameters = [each for name, each in arguments.items() if name not in _INTERNAL]
     if experiment.settings is not None:
         hints = typing.get_type_hints(experiment.settings)
-        for name, parameter in inspect.signature(experiment.settings).parameters.items():
-            if name not in own and parameter.default is not parameter.empty:
-                found.append(parameter.replace(annotation=hints[name]))
-    for parameter in found:
+        for name, field in inspect.signature(experiment.settings).parameters.items():
+            if name not in arguments and field.default is not field.empty:
+                parameters.append(field.replace(annotation=hints[name]))
+
+    for parameter in parameters:
         reader = find_reader(parameter.annotation)
         if reader is not None and parameter.kind is not parameter.VAR_KEYWORD:
             yield parameter, reader
@@ -118,14 +120,14 @@ def find_reader(annotation: Any) -> Reader | None:
 
 def read_help(experiment: Experiment) -> dict[str, str]:
     """Return the help of each option, from the docstrings' Args."""
-    found = {"resume": "Go on with the run in the folder."}
+    texts = {"resume": "Go on with the run in the folder."}
     function = getattr(experiment.run, "func", experiment.run)
     for source in (experiment.settings, function):
         text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]
-        for name, said in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
-            said = " ".join(said.replace("`", "").split())
-            found[name] = said[:1].upper() + said[1:]
-    return found
+        for name, words in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
+            sentence = " ".join(words.replace("`", "").split())
+            texts[name] = sentence[:1].upper() + sentence[1:]
+    return texts
 
 
 def run(experiment: Experiment, out: Path, options: dict[str, Any]) -> None:

@@ -94,11 +94,12 @@ def unbroken(text: str) -> str:
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
     """Return what experiments say of runs, once each; nothing where a run lacks what it needs."""
-    found = []
+    sentences: dict[str, None] = {}
     for run in runs:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            found.append(what(run))
-    return list(dict.fromkeys(filter(None, found)))
+            if sentence := what(run):
+                sentences[sentence] = None
+    return list(sentences)
 
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
@@ -140,10 +141,15 @@ def _read_figure(folder: Path, path: Path) -> dict[str, Any]:
             raise ValueError("it is not a PNG.")
     except (OSError, ValueError) as error:
         return {"path": path, "error": str(error)}
-    width, height = (round(n * PRINTED) for n in struct.unpack(">II", content[16:24]))
-    data = base64.b64encode(content).decode()
-    size = {"width": width, "height": height}
-    return {"path": path, "error": None, "caption": caption, "data": data, **size}
+    width, height = struct.unpack(">II", content[16:24])
+    return {
+        "path": path,
+        "error": None,
+        "caption": caption,
+        "data": base64.b64encode(content).decode(),
+        "width": round(width * PRINTED),
+        "height": round(height * PRINTED),
+    }
 
 
 _ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
@@ -156,10 +162,12 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """
     about = {name: arrays[name].tolist() for name in _ABOUT}
     styles = curve_styles(about["methods"])
+    dashes = []  # in widths of the line; none for a solid line
+    for style in styles:
+        dashes.append([] if isinstance(style.dash, str) else [2 * n for n in style.dash[1]])
     return about | {
         "colours": [style.colour for style in styles],
-        # in widths of the line; none for a solid line
-        "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
+        "dashes": dashes,
         "units": list(CYCLE),
         "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
     }
@@ -173,12 +181,15 @@ def pack(array: Array) -> dict[str, Any]:
     columns, become differences between frames, since little changes between two.
     """
     if array.dtype == np.uint8:
-        content, kind = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0), "u1"
+        kind = "u1"
+        content = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0)
     else:
-        bits = array.astype("<f4").view("<u4") + np.uint32(0x400) * np.isfinite(array)
-        content, kind = bits & np.uint32(0xFFFFF800), "f4"
-    text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
-    return {"shape": list(array.shape), "type": kind, "data": text}
+        kind = "f4"
+        half = np.uint32(0x400) * np.isfinite(array)  # of the last bit that is kept, to round
+        content = (array.astype("<f4").view("<u4") + half) & np.uint32(0xFFFFF800)
+    compressed = zlib.compress(np.ascontiguousarray(content).tobytes(), 9)
+    data = base64.b64encode(compressed).decode()
+    return {"shape": list(array.shape), "type": kind, "data": data}
 
 
 def find_experiment(run: Run) -> Experiment:
@@ -189,12 +200,13 @@ def find_experiment(run: Run) -> Experiment:
 def describe_run(run: Run) -> dict[str, str]:
     """Return a run's options, and with what it was made; what is not known is left out."""
     sessions = run.sessions()
-    found = {key.replace("_", " "): _write(value) for key, value in run.config.items()}
-    found["started"] = _write(sessions[0]["started"])
+    facts = {key.replace("_", " "): _write(value) for key, value in run.config.items()}
+    facts["started"] = _write(sessions[0]["started"])
     for name in ("hardware", "versions", "commit"):  # a run may be resumed on another machine
-        each = dict.fromkeys(_write(session[name]) for session in sessions if session.get(name))
-        found |= {name: "; then ".join(each)} if each else {}
-    return found
+        different = dict.fromkeys(_write(s[name]) for s in sessions if s.get(name))
+        if different:
+            facts[name] = "; then ".join(different)
+    return facts
 
 
 def _write(value: Any) -> str:
