@@ -355,25 +355,28 @@ def make_column(
 def _compute_levels(interval: Interval, values: Tensor, levels: Sequence[float]) -> Tensor:
     """Return quantiles (Q, layers + 1, levels) of values (Q, total), the network's last."""
     layer_of = interval.layout.layer_of
-    by_layer = compute_quantiles(values, layer_of, len(interval.layout.counts), levels)
-    overall = compute_quantiles(values, torch.zeros_like(layer_of), 1, levels)
+    order = values.argsort(dim=1)  # NaN sorts last
+    by_layer = compute_quantiles(values, order, layer_of, len(interval.layout.counts), levels)
+    overall = compute_quantiles(values, order, torch.zeros_like(layer_of), 1, levels)
     return torch.cat([by_layer, overall], dim=1).double()
 
 
 def compute_quantiles(
-    values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
+    values: Tensor, order: Tensor, segment: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
     """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
+
+    `order` sorts each row of the values, NaN last.
 
     They interpolate linearly, as numpy's do. NaN counts as missing; all missing give NaN.
 
     Example:
         >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
+        >>> segment = torch.tensor([0, 0, 0, 1, 1])
+        >>> compute_quantiles(values, values.argsort(dim=1), segment, 2, (0.5, 1.0))
         tensor([[[3., 5.],
                  [7., 7.]]])
     """
-    order = values.argsort(dim=1)  # NaN sorts last
     order = order.gather(1, segment[order].argsort(dim=1, stable=True))
     ordered = values.gather(1, order)
     zeros = torch.zeros(len(values), count, dtype=torch.int64, device=values.device)

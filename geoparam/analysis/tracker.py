@@ -135,6 +135,7 @@ class BoundaryTracker:
         self._pending: list[_Pending] = []
         self._camera: Camera | None = None
         self._last: Snapshot | None = None
+        self._spare: Snapshot | None = None  # the one before; its memory is used again
         self._history: History | None = None
         self._writer: ScalarLog | CSVLog | None = None
         self._handles: list[RemovableHandle] = []
@@ -267,12 +268,14 @@ class BoundaryTracker:
         camera = self._require_camera()
         assert self._last is not None
         camera.check_model()
-        now = camera.take()
+        now = camera.take(self._spare)
         if now.readings is not None and not now.readings.took_same_steps:
             warnings.warn(OTHER_STEPS, stacklevel=3)
         values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
         if now.patterns is None:  # the next ones are compared with the last that were known
             now = now._replace(patterns=self._last.patterns)
+        if camera.layout.like.device.type == "cpu":  # where large new tensors take long
+            self._spare = self._last
         self._last = now._replace(readings=None)
         self._measured_at = self._steps
         if self._is_first:
