@@ -31,6 +31,8 @@ class GrowingArray:
         self._header_size = 0
         if self.path is None:
             return
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: give the path of an .npy file.")
         if self.path.exists() and not resume:
             raise FileExistsError(
                 f"{self.path} exists. Go on with it by resume=True, or give another."
@@ -190,6 +192,8 @@ class History(Mapping[str, LayerHistory]):
 
     def table(self, quantity: str) -> np.ndarray:
         """Return one quantity of the summary for all layers, (layers, records)."""
+        if quantity not in self.quantities:
+            raise ValueError(f"no quantity {quantity!r}; there are: {', '.join(self.quantities)}.")
         records = self._summary.rows[quantity].reshape(-1, len(self._rows_of))
         return records[:, :-1].T.copy()  # the network's is the last
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.centred_map import shift_bias
@@ -128,6 +129,8 @@ def convert_(
     """
     request = Request(filter_fn, init, norm, weights)
     request.check(model, example_inputs)
+    check_flag("natural", natural)
+    check_flag("pretrained", pretrained)
     if weights == "plain" and (coordinates is not None or natural):
         raise ValueError(
             "coordinates and natural say how directions are stored, and with weights='plain' none "
@@ -150,7 +153,9 @@ def convert_(
             means.run(model, calibration)
         means.check(centred)
 
-    builder = _Builder(coordinates or "angles", natural, init, weights, momentum, means)
+    builder = _Builder(
+        "angles" if coordinates is None else coordinates, natural, init, weights, momentum, means
+    )
     changed: list[Tensor] = []
     if weights == "plain":  # which are written to in place
         for decision in decided.converted:
@@ -247,6 +252,8 @@ class _InputMeans:
     def run(self, model: nn.Module, batches: Any) -> None:
         """Run the model on one batch, or on each of a list or other iterable of batches."""
         is_one = isinstance(batches, Tensor | tuple | Mapping)
+        if isinstance(batches, str) or not (is_one or isinstance(batches, Iterable)):
+            raise ValueError(f"calibration is a batch, or a list of batches; got {batches!r}.")
         for batch in [batches] if is_one else batches:
             with self.gather():
                 record_run(model, batch)  # evaluation, no gradients, nothing left behind

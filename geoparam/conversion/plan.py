@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from geoparam.arguments import check_callable
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
@@ -138,6 +139,7 @@ class Request:
 
     def check(self, model: nn.Module, example_inputs: Inputs | None) -> None:
         """Refuse options that do not go together, and models that cannot be converted."""
+        check_callable("filter_fn", self.filter_fn, "filter_fn(module, name)")
         if self.norm not in (None, "imn"):
             raise ValueError(f"norm is None or 'imn'; got {self.norm!r}.")
         if self.weights not in get_args(Weights):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import arguments_of, inspection_mode, refuse_non_model, tensors_in
+from geoparam.inspection import arguments_of, call, inspection_mode, refuse_non_model, tensors_in
 from geoparam.step_hooks import note_replaced
 from geoparam.trace import Run, record_run
 
@@ -104,7 +104,7 @@ def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     # In a TorchFunctionMode torch's attention takes its plain path.
     with inspection_mode(model), BaseTorchFunctionMode():
         args, kwargs = arguments_of(model, inputs)
-        outputs = model(*args, **kwargs)
+        outputs = call(model, args, kwargs)
     return list(tensors_in(outputs))
 
 
