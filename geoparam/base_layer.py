@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
+from geoparam.arguments import check_callable, check_flag, check_place
 from geoparam.centred_map import autocast_type, shift_bias
 from geoparam.computed import as_computed
 from geoparam.coordinates import (
@@ -82,6 +83,8 @@ class GmPLayer(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(weight_shape, options)
+        check_flag("bias", bias)
+        check_place(device, dtype)
         out, n = weight_shape[0], math.prod(weight_shape[1:])
         self.weight_shape = weight_shape
         self.channel_dim = 1 - len(weight_shape)  # -1, or before the positions
@@ -389,8 +392,11 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
             "a layer needs at least one unit with at least one input; got a weight of shape "
             f"{weight_shape}, that is {out} units with fan-in {n}."
         )
-    if options.activation is not None and not callable(options.activation):
-        raise ValueError(f"activation is a function or module; got {options.activation!r}.")
+    check_flag("natural", options.natural)
+    check_callable("activation", options.activation, "or a module")
+    if isinstance(options.activation, type):
+        name = options.activation.__name__
+        raise ValueError(f"activation is a module, as nn.{name}(); got the class {name}.")
     if options.input_norm not in (False, True, "bias", "border"):
         raise ValueError(
             f"input_norm is False, True, 'bias' or 'border'; got {options.input_norm!r}."

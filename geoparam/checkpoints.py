@@ -108,6 +108,10 @@ def fold_file(
 def _check_state(state: State) -> None:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"a state dict maps names to tensors; got a {type(state).__name__}.")
+    for key, value in state.items():
+        if _ENTRY.fullmatch(key) and not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ValueError(f"a state dict maps names to tensors; {key!r} is a {kind}.")
 
 
 def _find_layers(state: State) -> dict[str, Parts]:

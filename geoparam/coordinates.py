@@ -131,7 +131,7 @@ _SYSTEMS: dict[str, Coordinates] = {"angles": Angles(), "intrinsic": Intrinsic()
 
 def coordinates_for(name: str, fan_in: int, natural: bool = False) -> Coordinates:
     """Return the coordinates called `name` for units with `fan_in` inputs."""
-    if name not in _SYSTEMS:
+    if name not in tuple(_SYSTEMS):
         raise ValueError(f"coordinates are 'angles' or 'intrinsic'; got {name!r}.")
     if natural and not _SYSTEMS[name].has_natural:
         raise ValueError(

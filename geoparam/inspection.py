@@ -144,6 +144,26 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
     return tree_map(partial(_copy_leaf, {}), (args, more))
 
 
+def call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Return what a model gives for a user's inputs; raise in a sentence where it does not run."""
+    try:
+        return model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        given = ", ".join(map(_describe, (*args, *kwargs.values())))
+        raise ValueError(
+            f"{type(model).__name__} does not run on these inputs ({given}): {error}. Give one "
+            "batch as the model takes it: a tensor, a tuple of arguments, or a mapping."
+        ) from error
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
 def _copy_leaf(copies: dict[int, Tensor], leaf: Any) -> Any:
     """Return a copy of a tensor, or of an object that holds some; anything else itself."""
     if isinstance(leaf, Tensor):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from geoparam.arguments import check_count
 from geoparam.base_layer import Activation, GmPLayer, InputNorm, UnitOptions
 from geoparam.coordinates import Init, Name
 from geoparam.inspection import overrides
@@ -69,6 +70,8 @@ class GmPLinear(GmPLayer):
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
+        check_count("in_features", in_features)
+        check_count("out_features", out_features)
         options = UnitOptions(activation, init, coordinates, natural, input_norm, momentum)
         super().__init__((out_features, in_features), in_features, bias, device, dtype, options)
         self.in_features = in_features
@@ -139,14 +142,19 @@ class _GmPConv(GmPLayer):
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
-        # torch's layer checks the arguments, and its attributes are what _conv_forward reads.
+        for name, count in (("in", in_channels), ("out", out_channels)):
+            check_count(f"{name}_channels", count)
+        check_count("groups", groups)
+        _check_sizes("kernel_size", kernel_size, self._rank)
+        _check_sizes("stride", stride, self._rank)
+        _check_sizes("dilation", dilation, self._rank)
+        if not isinstance(padding, str):
+            _check_sizes("padding", padding, self._rank, least=0)
+
+        # torch's layer checks the rest, and its attributes are what _conv_forward reads.
         plain: Any = self._plain
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
         conv = plain(*sizes, bias=False, padding_mode=padding_mode, device="meta")
-        if len(conv.kernel_size) != self._rank:
-            raise ValueError(
-                f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
-            )
 
         options = UnitOptions(activation, init, coordinates, natural, input_norm, momentum)
         super().__init__(tuple(conv.weight.shape), in_channels, bias, device, dtype, options)
@@ -217,6 +225,15 @@ class GmPConv3d(_GmPConv):
     """A 3-d convolution under geometric parameterization; see `GmPConv2d`."""
 
     _plain, _rank = nn.Conv3d, 3
+
+
+def _check_sizes(name: str, sizes: Any, rank: int, least: int = 1) -> None:
+    """Raise unless it is a whole number, or one for each of `rank` dimensions."""
+    listed = sizes if isinstance(sizes, tuple | list) else [sizes] * rank
+    if len(listed) != rank:
+        raise ValueError(f"{name} is one number or {rank} of them; got {sizes}.")
+    for size in listed:
+        check_count(name, size, least)
 
 
 def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) -> Layer:

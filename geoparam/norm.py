@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from geoparam.arguments import check_count, check_flag, check_place
 from geoparam.centred_map import cast, channel_mean, working_type
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
@@ -38,10 +39,13 @@ class TrackedMean(nn.Module):
     def _start_tracking(
         self, num_features: int, momentum: float | None, dim: int, device: Any, dtype: Any
     ) -> None:
-        if num_features < 1:
-            raise ValueError(f"num_features is the number of channels, >= 1; got {num_features}.")
-        if momentum is not None and not 0 < momentum <= 1:
-            raise ValueError(f"momentum is in (0, 1], or None; got {momentum}.")
+        check_count("num_features", num_features)
+        is_share = isinstance(momentum, int | float) and 0 < momentum <= 1
+        if momentum is not None and not is_share:
+            raise ValueError(f"momentum is in (0, 1], or None; got {momentum!r}.")
+        if not isinstance(dim, int):
+            raise ValueError(f"dim is the number of the channels' dimension; got {dim!r}.")
+        check_place(device, dtype)
         self.num_features = num_features
         self.momentum = momentum
         self.dim = dim
@@ -216,6 +220,7 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_flag("bias", bias)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(num_features, momentum, dim, **place)
         offset = nn.Parameter(torch.zeros(num_features, **place))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from geoparam.inspection import arguments_of, why_not_callable
+from geoparam.inspection import arguments_of, call, refuse_non_model, why_not_callable
 from geoparam.norm import TrackedMean
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -36,10 +36,15 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         >>> recalibrate_(nn.BatchNorm1d(1), batches).running_mean
         tensor([4.])
     """
+    refuse_non_model(model, "recalibrate_(model, batches)")
     norms = _find_norms(model)
     if not norms:
         raise ValueError(
             "recalibrate_ needs a model whose norms have running statistics; got none."
+        )
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches are tensors, tuples or mappings, one after the other; got {batches!r}."
         )
     iterator = iter([batches] if isinstance(batches, Tensor | Mapping) else batches)
     first = list(itertools.islice(iterator, 1))
@@ -93,7 +98,7 @@ def _run_batch(model: nn.Module, batch: Any) -> None:
         fitting = (n for n in counts if not why_not_callable(model, *batch[:n]))
         batch = batch[: next(fitting, len(batch))]
     args, kwargs = arguments_of(model, batch)
-    model(*args, **kwargs)
+    call(model, args, kwargs)
 
 
 def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
@@ -126,6 +131,7 @@ def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" =
         >>> synchronise_means_(model)[1]
         MeanOnlyBatchNorm(8, momentum=0.1, synchronised=True)
     """
+    refuse_non_model(model, "synchronise_means_(model)")
     norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
     if not norms:
         raise ValueError(

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from geoparam.base_layer import GmPLayer
+from geoparam.inspection import refuse_non_model
 
 _replaced: Any = WeakIdKeyDictionary()  # parameters that have left their model
 _checked: WeakSet[Optimizer] = WeakSet()  # optimizers, since the last conversion
@@ -36,6 +37,7 @@ def retract(model: nn.Module) -> Callable[..., None]:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> handle = optimizer.register_step_post_hook(retract(model))
     """
+    refuse_non_model(model, "retract(model)")
 
     def hook(*_: object) -> None:
         for module in model.modules():

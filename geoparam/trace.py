@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
-from geoparam.inspection import arguments_of, inspection_mode, refuse_unready, tensors_in
+from geoparam.inspection import arguments_of, call, inspection_mode, refuse_unready, tensors_in
 from geoparam.model.unit_layers import find_channel
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name
@@ -127,7 +127,7 @@ def record_run(
             kind = "index" if _is_index(tensor) else "input"
             recorder.write(Node(kind, kind), [tensor])
         with recorder.hook_modules(model), recorder:
-            result = model(*args, **kwargs)
+            result = call(model, args, kwargs)
 
     sources = _sources(recorder.read((result,)))
     recorder.write(Node("output", "output", inputs=sources), [])

@@ -36,6 +36,8 @@ class GrowingArray:
         self._header_size = 0
         if self.path is None:
             return
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: give the path of an .npy file.")
         if self.path.exists() and not resume:
             raise FileExistsError(
                 f"{self.path} exists. Go on with it by resume=True, or give another."

@@ -109,6 +109,8 @@ def check_inputs(inputs: object) -> None:
         advice = "make it a tensor by torch.from_numpy"
     elif isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
         advice = "take one batch of it, as in next(iter(loader)), and of (x, y) the x"
+    elif isinstance(inputs, Tensor) and not inputs.numel():
+        advice = "it is empty"
     if advice:
         raise ValueError(
             "a probe, or example inputs, are one batch as the model takes it: a tensor, a tuple "
@@ -123,6 +125,10 @@ def choose_layers(units: Mapping[str, nn.Module], layers: Layers) -> list[str]:
     elif callable(layers):
         chosen = [name for name, module in units.items() if layers(module, name)]
     else:
+        if not isinstance(layers, Iterable):
+            raise ValueError(
+                f"layers are names, or a function of module and name; got {layers!r}."
+            )
         chosen = [layers] if isinstance(layers, str) else list(layers)
         missing = [name for name in chosen if name not in units]
         if missing:

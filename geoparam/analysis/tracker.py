@@ -25,7 +25,8 @@ from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
 from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
 from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
-from geoparam.inspection import strip_wrappers, unwrap
+from geoparam.arguments import check_callable, check_count, check_flag
+from geoparam.inspection import refuse_lazy, strip_wrappers, unwrap
 from geoparam.trace import is_tracing
 
 __all__ = ["BoundaryTracker", "history"]
@@ -118,7 +119,9 @@ class BoundaryTracker:
         resume: bool = False,
         log: Any = None,
     ) -> None:
-        _check_options(keep, every, units, resume and file is None)
+        _check_options(keep, every, units, resume, file)
+        check_callable("schedule", schedule, "schedule(step)")
+        _check_quantities(quantities)
         _check_model(model)
         for inputs in (probe, example_inputs):
             check_inputs(inputs)
@@ -209,8 +212,9 @@ class BoundaryTracker:
 
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
-        if "step" not in state:
+        if not isinstance(state, Mapping) or "step" not in state:
             raise ValueError("a tracker's state has a step: load what its state_dict() returned.")
+        check_count("the step of a tracker's state", state["step"], least=0)
         if self._camera is not None:
             self._go_on(state)
         self._steps, self._loaded = state["step"], state
@@ -243,6 +247,11 @@ class BoundaryTracker:
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state."""
         units = self._count_units()
+        parts = state.get("units", {}), state.get("snapshot", {})
+        if not all(isinstance(part, Mapping) for part in parts):
+            raise ValueError(
+                "the tracker's state is damaged: its units and snapshot are mappings."
+            )
         if state.get("units", units) != units:
             raise ValueError(
                 "the tracker's state is of another model or other options: it follows "
@@ -344,17 +353,29 @@ class _FirstBatch:
         return _FirstBatch, ()
 
 
-def _check_options(keep: str, every: int, units: int | None, is_lost: bool) -> None:
+def _check_options(keep: str, every: int, units: int | None, resume: bool, file: Any) -> None:
     if keep not in ("summary", "full"):
         raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
-    counts = [count for count in (every, units) if count is not None]
-    if any(count < 1 or count % 1 for count in counts):
-        raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
-    if is_lost:
+    check_count("every", every)
+    if units is not None:
+        check_count("units", units)
+    check_flag("resume", resume)
+    if file is not None and not isinstance(file, str | os.PathLike):
+        raise ValueError(f"file is the path of an .npy file; got a {type(file).__name__}.")
+    if resume and file is None:
         warnings.warn(
             "resume=True without file=: earlier records are not there, and the history begins "
             "here. Give the file of the run before.",
             stacklevel=3,
+        )
+
+
+def _check_quantities(quantities: Any) -> None:
+    is_listed = isinstance(quantities, tuple | list) and len(quantities) > 0
+    if not is_listed or not all(isinstance(q, Quantity) for q in quantities):
+        raise ValueError(
+            "quantities are a list of those in geoparam.analysis.quantities, and not empty; got "
+            f"{quantities!r}."
         )
 
 
@@ -364,6 +385,7 @@ def _check_model(model: object) -> None:
             f"a tracker follows the layers of an nn.Module; got {type(model).__name__}. Give the "
             "model itself, not its parameters."
         )
+    refuse_lazy(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "a tracker reads the values of weights; parameters on the meta device have none. "

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.centred_map import shift_bias
@@ -130,6 +131,8 @@ def convert_(
     """
     request = Request(filter_fn, init, norm, weights)
     request.check(model, example_inputs)
+    check_flag("natural", natural)
+    check_flag("pretrained", pretrained)
     if weights == "plain" and (coordinates is not None or natural):
         raise ValueError(
             "coordinates and natural say how directions are stored, and with weights='plain' none "

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
@@ -67,6 +68,8 @@ def fold_(
         True
     """
     refuse_non_model(model, "fold_(model, ...)")
+    if restore_norm is not None:
+        check_flag("restore_norm", restore_norm)
     ours = _find_ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from geoparam.arguments import check_callable
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
@@ -139,11 +140,7 @@ class Request:
 
     def check(self, model: nn.Module, example_inputs: Inputs | None) -> None:
         """Refuse options that do not go together, and models that cannot be converted."""
-        if self.filter_fn is not None and not callable(self.filter_fn):
-            raise ValueError(
-                "filter_fn is a function of a module and its name that says whether to convert "
-                f"it; got a {type(self.filter_fn).__name__}."
-            )
+        check_callable("filter_fn", self.filter_fn, "filter_fn(module, name)")
         if self.norm not in (None, "imn"):
             raise ValueError(f"norm is None or 'imn'; got {self.norm!r}.")
         if self.weights not in get_args(Weights):

@@ -175,6 +175,9 @@ def _divide(
     experts, rows = layout.view(whole).shape[:2]
     if "e" not in layout.axes:  # the groups of a transposed convolution are one layer
         experts, rows = 1, experts * rows
+    counts = given if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(count, int) for count in counts):
+        raise ValueError(f"split: {layer!r} needs a number of parts, or rows; got {given!r}.")
     if isinstance(given, int):
         if given < 1 or rows % given:
             raise ValueError(f"split: {layer!r} has {rows} rows, which {given} does not divide.")
@@ -200,6 +203,9 @@ class _Named:
     def __init__(self, option: str, values: Mapping[str, object]) -> None:
         if not isinstance(values, Mapping):
             raise ValueError(f"{option} maps the end of a name to a value; got {values!r}.")
+        for end, value in values.items():
+            if not isinstance(end, str) or value is None:
+                raise ValueError(f"{option} maps the end of a name to a value; got {values!r}.")
         self.option, self.values = option, values
         self.used: set[str] = set()
 

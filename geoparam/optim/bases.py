@@ -44,7 +44,12 @@ class Recipe:
         given = {"lr": lr, **self.named, **options}
         self.make: Any = functools.partial(func, *call.args, **given)
         self.rate = given["lr"]
-        optimizer = self.make([nn.Parameter(torch.zeros(1, 1))])
+        try:
+            optimizer = self.make([nn.Parameter(torch.zeros(1, 1))])
+        except (TypeError, IndexError) as error:
+            raise ValueError(
+                f"{self.name} cannot be made as {role}, with the options {given}: {error}."
+            ) from error
         self._check_form(optimizer)
         self.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         self._check_defaults()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from geoparam.arguments import check_callable, check_flag, check_rate
 from geoparam.inspection import unwrap
 from geoparam.model.unit_layers import Split, Stacks
 from geoparam.optim import saved_states
@@ -111,7 +112,13 @@ class GeometricOptimizer(Optimizer):
     ) -> None:
         decay = base_options.pop("weight_decay", None)
         _check_choices(coordinates, scale, turn, max_turn)
-        _check_rates(lr=lr, weight_decay=decay, scale_lr=scale_lr, scale_decay=scale_decay)
+        check_rate("lr", lr)
+        check_rate("scale_decay", scale_decay)
+        for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
+            if rate is not None:
+                check_rate(name, rate)
+        check_flag("match", match)
+        check_callable("filter_fn", filter_fn, "filter_fn(module, name)")
         if turn is not None and not lr:
             raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
         check_options(base, base_options, inspect.signature(GeometricOptimizer).parameters)
@@ -145,6 +152,7 @@ class GeometricOptimizer(Optimizer):
         unit_names = {unit.name for unit in self._found.units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
+            check_rate("a group's lr", group["lr"])
             if group.get("turn") not in (None, turn):  # one of its own
                 _check_choices(coordinates, scale, group["turn"], max_turn)
         super().__init__(divided, {})
@@ -194,9 +202,13 @@ class GeometricOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise ValueError(f"a group is a dict with 'params'; got {param_group!r}.")
         group = dict(param_group)
         if "role" not in group:
             params = list_params(group["params"])
+            if not params or not all(isinstance(p, Tensor) for p in params):
+                raise ValueError(f"a group's 'params' are parameters; got {params}.")
             start = sum(len(group["params"]) for group in self.param_groups)
             names = [f"added.{start + i}" for i in range(len(params))]
             group = {**self._rest_options, **group, "params": params, "param_names": names}
@@ -508,14 +520,6 @@ def _check_angle(name: str, value: Any) -> None:
             "everything else is lr.",
             stacklevel=4,
         )
-
-
-def _check_rates(**rates: Any) -> None:
-    for name, value in rates.items():
-        if value is not None and not isinstance(value, int | float | Tensor):
-            raise ValueError(f"{name} is a number; got {value!r}.")
-        if value is not None and not value >= 0:  # nor NaN
-            raise ValueError(f"{name} is 0 or more; got {value}.")
 
 
 def _find_ratio(rate: Any, lr: Any) -> float:

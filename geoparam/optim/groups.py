@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from geoparam.arguments import check_rate
 from geoparam.base_layer import GmPLayer
-from geoparam.inspection import full_tensor
+from geoparam.inspection import full_tensor, refuse_non_model
 
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
@@ -68,11 +69,14 @@ def param_groups(
         undecayed 3 0.1 0.0
         decayed 1 0.1 0.05
     """
+    refuse_non_model(model, "param_groups(model, lr)")
+    check_rate("lr", lr)
+    check_rate("weight_decay", weight_decay)
     if kind not in ("adam", "sgd"):
         raise ValueError(f"kind is 'adam' or 'sgd'; got {kind!r}.")
     if match not in ("plain", None, True, False):
         raise ValueError(f"match is 'plain' or None; got {match!r}.")
-    is_rate = isinstance(angle_lr, int | float) and angle_lr >= 0
+    is_rate = isinstance(angle_lr, int | float) and 0 <= angle_lr < math.inf
     if angle_lr is not None and angle_lr != "fan_in" and not is_rate:
         raise ValueError(f"angle_lr is a rate, 'fan_in' or None; got {angle_lr!r}.")
     members: dict[tuple[str, float, float], list[nn.Parameter]] = defaultdict(list)
@@ -133,6 +137,8 @@ def divide_groups(
 
 def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
     """Return copies of the groups, which may be parameters or dicts."""
+    if groups is not None and (isinstance(groups, dict) or not isinstance(groups, Iterable)):
+        raise ValueError(f"groups are a list of parameters or of dicts; got {type(groups)}.")
     listed = list(model.parameters() if groups is None else groups)
     if not all(isinstance(group, dict) for group in listed):
         listed = [{"params": listed}]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from geoparam.arguments import check_count, check_flag, check_rate
+
 # Elements of a matrix for which calls cost more than arithmetic, so that padding it is cheaper.
 _TINY = {"cpu": 1 << 12, "cuda": 1 << 20}
 
@@ -34,6 +36,7 @@ class RowMuon(Optimizer):
         parts: Mapping[Tensor, Sequence[int]] | None = None,
         **options: Any,
     ) -> None:
+        _check_iteration(**options)
         given: Any = {"lr": lr, **options}
         torchs = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **given)
         super().__init__(params, torchs.defaults)
@@ -82,6 +85,22 @@ class RowMuon(Optimizer):
         if group["nesterov"]:
             momenta = torch._foreach_lerp(gradients, momenta, group["momentum"])
         return momenta
+
+
+def _check_iteration(
+    ns_steps: Any = 5,
+    ns_coefficients: Any = (1, 1, 1),
+    eps: Any = 0,
+    nesterov: Any = True,
+    **_: Any,
+) -> None:
+    """Raise for options that torch's Muon finds out about at its first step."""
+    check_count("ns_steps", ns_steps)
+    check_rate("eps", eps)
+    check_flag("nesterov", nesterov)
+    is_listed = isinstance(ns_coefficients, tuple | list) and len(ns_coefficients) == 3
+    if not is_listed or not all(isinstance(c, int | float) for c in ns_coefficients):
+        raise ValueError(f"ns_coefficients are three numbers; got {ns_coefficients!r}.")
 
 
 def _orthogonalise_all(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

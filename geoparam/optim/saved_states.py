@@ -16,6 +16,8 @@ def check_form(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("an optimizer's state dict has entries 'state' and 'param_groups'.")
     groups = state_dict["param_groups"]
+    if not isinstance(state_dict["state"], Mapping) or not isinstance(groups, Sequence):
+        raise ValueError("an optimizer's 'state' is a mapping and its 'param_groups' a list.")
     if any("geometry" in group for group in groups):
         raise ValueError(
             "this state was saved by geoparam 0.1, whose groups had angles for rates: let the "

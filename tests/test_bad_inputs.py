@@ -1,0 +1,518 @@
+"""Wrong arguments: each is refused in a sentence, none passes, none ends in a bare error.
+
+Tables of wrong values, option by option, over the public names. Every value is a case of its own.
+"""
+
+import copy
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geoparam as gp
+from geoparam import cli
+from geoparam_lab.experiments import EXPERIMENTS
+
+INF, NAN = math.inf, math.nan
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+NOT_A_MODEL = (None, "model", 3, [nn.Linear(4, 4)], nn.Linear, X, {"0.weight": X}, object())
+NOT_A_COUNT = (None, "4", 2.5, NAN, INF, -1, 0, [4], X)
+NOT_A_FLAG = (None, "yes", "", 2, 0.5, [])
+NOT_A_CHOICE = ("", "Angles", "angels", 3, ("angles",), ["angles"])
+NOT_A_SHARE = ("0.1", 0, -0.1, 1.5, NAN, INF, [0.1])
+NOT_A_RATE = ("0.1", -0.1, NAN, INF, -INF, [0.1], {}, torch.ones(2), 1j)
+NOT_CALLABLE = ("layer1", 3, ["0"], {"0": True})
+
+
+class Case(NamedTuple):
+    """A call that must be refused, under a name that says which."""
+
+    name: str
+    call: Callable[[], Any]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(6)
+    parts = nn.Linear(4, 8), norms[0], nn.ReLU(), nn.Linear(8, 6), norms[1], nn.ReLU()
+    return nn.Sequential(*parts, nn.Linear(6, 2))
+
+
+def converted() -> nn.Module:
+    return gp.convert_(network())
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}"
+    text = repr(value) if isinstance(value, (int, float, complex, str, list, tuple, dict)) else ""
+    return text[:40] or type(value).__name__
+
+
+def vary(
+    label: str, function: Callable[..., Any], options: Mapping[str, Any], **fixed: Any
+) -> Iterator[Case]:
+    """Yield a case for each wrong value of each option."""
+    for option, values in options.items():
+        for value in values:
+            call = functools.partial(function, **{**fixed, option: value})
+            yield Case(f"{label}({option}={describe(value)})", call)
+
+
+def layer_cases() -> Iterator[Case]:
+    options = {
+        "bias": NOT_A_FLAG,
+        "activation": ("relu", 3, [torch.relu], nn.ReLU),
+        "init": ("Sphere", "xavier", 3, True, ["glorot"]),
+        "coordinates": (None, *NOT_A_CHOICE),
+        "natural": NOT_A_FLAG,
+        "input_norm": (None, "imn", 3, "Border", []),
+        "device": ("gpu7", 3.5, []),
+        "dtype": (torch.int32, "float32", torch.bool, 32),
+    }
+    yield from vary("GmPLinear", gp.GmPLinear, options, in_features=4, out_features=3)
+    sizes = {"in_features": NOT_A_COUNT, "out_features": NOT_A_COUNT}
+    yield from vary("GmPLinear", gp.GmPLinear, sizes, in_features=4, out_features=3)
+    momenta = {"momentum": NOT_A_SHARE}
+    linear = functools.partial(gp.GmPLinear, 4, 3, input_norm=True)
+    yield from vary("GmPLinear", linear, momenta)
+    intrinsic = functools.partial(gp.GmPLinear, 4, 3, coordinates="intrinsic")
+    yield from vary("GmPLinear", intrinsic, {"natural": (True,)})
+
+    conv_sizes = {
+        "in_channels": NOT_A_COUNT,
+        "out_channels": NOT_A_COUNT,
+        "kernel_size": (None, "3", 0, -3, 2.5, (), (3, 3, 3, 3), NAN),
+        "stride": ("1", 0, -1, 1.5, (1, 1, 1, 1)),
+        "padding": ("most", -1, 1.5, (1, 1, 1, 1)),
+        "dilation": (0, -1, "1", 1.5),
+        "groups": (0, -1, 3, "2", None, 1.5),
+        "padding_mode": ("none", 3, None),
+        "coordinates": NOT_A_CHOICE,
+        "input_norm": ("imn", 3),
+    }
+    for kind in (gp.GmPConv1d, gp.GmPConv2d, gp.GmPConv3d):
+        sizes = {"in_channels": 4, "out_channels": 4, "kernel_size": 3}
+        yield from vary(kind.__name__, kind, conv_sizes, **sizes)
+
+    broken, infinite = nn.Linear(4, 3), nn.Linear(4, 3)
+    nn.init.constant_(broken.weight, NAN)
+    nn.init.constant_(infinite.weight, INF)
+    sources = (*NOT_A_MODEL, nn.Conv2d(2, 3, 3), nn.LazyLinear(3), broken, infinite)
+    yield from vary("from_linear", gp.GmPLinear.from_linear, {"linear": sources})
+    sources = (*NOT_A_MODEL, nn.Linear(2, 3), nn.Conv1d(2, 3, 3), nn.ConvTranspose2d(2, 3, 3))
+    yield from vary("from_conv", gp.GmPConv2d.from_conv, {"conv": sources})
+    options = {"coordinates": (None, *NOT_A_CHOICE), "natural": NOT_A_FLAG}
+    yield from vary("from_linear", gp.GmPLinear.from_linear, options, linear=nn.Linear(4, 3))
+
+    assigned = (None, "weight", X, torch.ones(3, 5), torch.full((3, 4), NAN))
+    for value in assigned:
+        layer = gp.GmPLinear(4, 3)
+        yield Case(f"weight = {describe(value)}", lambda m=layer, v=value: setattr(m, "weight", v))
+    outside = gp.GmPLinear(4, 3, activation=torch.relu)
+    yield Case("to_linear with an activation", outside.to_linear)
+
+
+def norm_cases() -> Iterator[Case]:
+    options = {
+        "momentum": NOT_A_SHARE,
+        "dim": (None, "1", 1.5),
+        "dtype": (torch.int32, "float32"),
+    }
+    for kind in (gp.InputMeanNorm, gp.MeanOnlyBatchNorm):
+        yield from vary(kind.__name__, kind, {"num_features": NOT_A_COUNT})
+        yield from vary(kind.__name__, kind, options, num_features=4)
+        inputs = (None, "x", torch.randn(6, 3), torch.randn(4), torch.randn(1, 4), np.ones((6, 4)))
+        for x in inputs[:1] + inputs[1:3] + inputs[4:]:
+            yield Case(f"{kind.__name__}(4)({describe(x)})", functools.partial(kind(4), x))
+    yield from vary(
+        "MeanOnlyBatchNorm", gp.MeanOnlyBatchNorm, {"bias": NOT_A_FLAG}, num_features=4
+    )
+
+
+def conversion_cases() -> Iterator[Case]:
+    choices = {
+        "filter_fn": NOT_CALLABLE,
+        "coordinates": NOT_A_CHOICE,
+        "natural": NOT_A_FLAG,
+        "init": ("Sphere", "xavier", 3, True),
+        "norm": ("IMN", "batch", 3, True),
+        "weights": ("Plain", None, 3),
+        "example_inputs": (
+            3,
+            "x",
+            X.numpy(),
+            DataLoader(TensorDataset(X)),
+            iter([X]),
+            X[:, :3],
+            (X, X),
+            [],
+            {"y": X},
+            {},
+        ),
+    }
+    for model in NOT_A_MODEL:
+        name = describe(model)
+        for function in (gp.convert_, gp.fold_, gp.plan, gp.retract, gp.synchronise_means_):
+            yield Case(f"{function.__name__}({name})", functools.partial(function, model))
+        yield Case(f"verify({name}, model)", functools.partial(gp.verify, model, network(), X))
+        yield Case(f"verify(model, {name})", functools.partial(gp.verify, network(), model, X))
+        yield Case(f"recalibrate_({name})", functools.partial(gp.recalibrate_, model, [X]))
+    for option, values in choices.items():
+        for value in values:
+            options = {option: value}
+            yield Case(
+                f"convert_({option}={describe(value)})",
+                lambda o=options: gp.convert_(network(), **o),
+            )
+            if option in ("filter_fn", "init", "norm", "weights", "example_inputs"):
+                yield Case(
+                    f"plan({option}={describe(value)})", lambda o=options: gp.plan(network(), **o)
+                )
+    imn: dict[str, Any] = {"norm": "imn", "example_inputs": (X,)}
+    removals = {
+        "momentum": NOT_A_SHARE,
+        "pretrained": NOT_A_FLAG,
+        "calibration": (3, "x", [], X[:, :3], X.numpy(), iter([])),
+        "coordinates": NOT_A_CHOICE,
+        "weights": ("Plain", None),
+    }
+    for option, values in removals.items():
+        for value in values:
+            options = {**imn, option: value}
+            yield Case(
+                f"convert_(norm='imn', {option}={describe(value)})",
+                lambda o=options: gp.convert_(normalised(), **o),
+            )
+    yield Case("norm='imn' without inputs", lambda: gp.convert_(normalised(), norm="imn"))
+    yield Case("weights='plain' without norm", lambda: gp.convert_(network(), weights="plain"))
+    yield Case("filter_fn that takes nothing", lambda: gp.convert_(network(), lambda m, n: False))
+    yield Case("a model without layers", lambda: gp.convert_(nn.Sequential(nn.ReLU())))
+    yield Case("a model converted twice", lambda: gp.convert_(converted()))
+    yield Case("a lazy model", lambda: gp.convert_(nn.Sequential(nn.LazyLinear(3), nn.ReLU())))
+
+    yield Case("fold_ of a plain model", lambda: gp.fold_(network()))
+    for value in (3, "x", X.numpy(), X[:, :3], (X, X), []):
+        yield Case(
+            f"fold_(example_inputs={describe(value)})",
+            lambda v=value: gp.fold_(converted(), example_inputs=v),
+        )
+    for value in ("yes", 2, []):
+        yield Case(
+            f"fold_(restore_norm={describe(value)})",
+            lambda v=value: gp.fold_(converted(), restore_norm=v),
+        )
+    inputs = (
+        (),
+        (X[:, :3],),
+        (X, X),
+        ("x",),
+        (None,),
+        ({"y": X},),
+        (X.numpy(),),
+        (3,),
+        (DataLoader(TensorDataset(X)),),
+    )
+    for value in inputs:
+        yield Case(
+            f"verify(*{describe(value)[:30]}, {len(value)})",
+            lambda v=value: gp.verify(network(), network(), *v),
+        )
+    yield Case("verify with inputs first", lambda: gp.verify(X, network(), network()))
+    other = nn.Sequential(nn.Linear(4, 3))
+    yield Case("verify of other shapes", lambda: gp.verify(network(), other, X))
+
+
+def state_cases() -> Iterator[Case]:
+    state = dict(converted().state_dict())
+    states = {
+        "None": None,
+        "a list": [X],
+        "a string": "file.safetensors",
+        "a model": converted(),
+        "empty": {},
+        "plain": dict(network().state_dict()),
+        "numpy": {k: v.numpy() for k, v in state.items()},
+        "integer keys": dict(enumerate(state.values())),
+        "no r": {k: v for k, v in state.items() if not k.endswith("0.r")},
+        "no latitude": {k: v for k, v in state.items() if not k.endswith("0.latitude")},
+        "NaN": {**state, "0.latitude": torch.full_like(state["0.latitude"], NAN)},
+        "infinite r": {**state, "0.r": torch.full_like(state["0.r"], INF)},
+        "a short r": {**state, "0.r": state["0.r"][:3]},
+        "a short lam": {**state, "0.lam": state["0.lam"][:3]},
+        "a matrix r": {**state, "0.r": X},
+        "a vector latitude": {**state, "0.latitude": X[0]},
+        "a latitude of integers": {**state, "0.latitude": state["0.latitude"].long()},
+        "None in it": {**state, "0.r": None},
+    }
+    for name, value in states.items():
+        yield Case(f"fold_state_dict({name})", functools.partial(gp.fold_state_dict, value))
+    plain = dict(network().state_dict())
+    likes = {
+        "a list": [X],
+        "a string": "x",
+        "a model": network(),
+        "other keys": {"a": X},
+        "other shapes": {**plain, "0.weight": torch.ones(3, 3)},
+        "one key less": {k: v for k, v in plain.items() if k != "0.bias"},
+        "one key more": {**plain, "9.weight": X},
+    }
+    for name, value in likes.items():
+        yield Case(f"like={name}", functools.partial(gp.fold_state_dict, state, like=value))
+
+
+def group_cases() -> Iterator[Case]:
+    options = {
+        "model": NOT_A_MODEL,
+        "lr": (None, *NOT_A_RATE),
+        "weight_decay": (None, *NOT_A_RATE),
+        "angle_lr": ("fan-in", *NOT_A_RATE),
+        "match": ("Plain", "adam", 3, []),
+        "kind": (None, "Adam", 3, torch.optim.SGD),
+    }
+    yield from vary("param_groups", gp.param_groups, options, model=converted(), lr=0.1)
+
+
+def recalibration_cases() -> Iterator[Case]:
+    model = gp.convert_(normalised(), norm="imn", example_inputs=(X,), init="glorot")
+    batches = (None, 3, "x", [], iter([]), [3], ["x"], [X[:, :3]], [X.numpy()], [{"y": X}], [None])
+    yield from vary("recalibrate_", gp.recalibrate_, {"batches": batches}, model=model)
+    nothing = functools.partial(gp.recalibrate_, network(), [X])
+    yield Case("recalibrate_ without norms", nothing)
+    yield Case("synchronise_means_ without norms", lambda: gp.synchronise_means_(network()))
+
+
+def optimizer_cases() -> Iterator[Case]:
+    def build(**options: Any) -> gp.GeometricOptimizer:
+        options = {"model": network(), "base": torch.optim.SGD, "lr": 0.1, **options}
+        return gp.GeometricOptimizer(**options)
+
+    parameter = nn.Parameter(torch.ones(2, 2))
+    options = {
+        "model": (*NOT_A_MODEL, network().parameters(), nn.Sequential(nn.ReLU()), converted()),
+        "base": (
+            None,
+            "SGD",
+            3,
+            torch.optim.LBFGS,
+            nn.Linear,
+            torch.optim.SGD([parameter], 0.1),
+            network,
+            torch.optim.SparseAdam,
+        ),
+        "lr": (None, *NOT_A_RATE),
+        "coordinates": (None, *NOT_A_CHOICE),
+        "turn": ("2.4", 0, -1, NAN, INF, 200, [2.4], True, 1j),
+        "max_turn": ("5", 0, -1, NAN, INF, 200, [5], 1j),
+        "match": NOT_A_FLAG,
+        "scale": (None, "Free", 3, ["free"], True),
+        "scale_lr": NOT_A_RATE,
+        "scale_decay": (None, *NOT_A_RATE),
+        "weight_decay": NOT_A_RATE,
+        "momentum": ("0.9", -1, NAN, [0.9]),
+        "rest": ("AdamW", 3, torch.optim.Muon, nn.Linear, torch.optim.LBFGS),
+        "groups": (
+            [],
+            "params",
+            3,
+            [3],
+            [{}],
+            [{"params": [3]}],
+            [{"params": [parameter]}],
+            [parameter],
+            network(),
+            {"params": []},
+        ),
+        "filter_fn": (*NOT_CALLABLE, lambda module, name: False),
+        "example_inputs": (3, "x", X.numpy(), X[:, :3], (X, X), {"y": X}, iter([X])),
+        "split": (
+            "qkv",
+            3,
+            ["qkv"],
+            {"qkv": 3},
+            {"0": 3},
+            {"0": 0},
+            {"0": -1},
+            {"0": "2"},
+            {"0": 2.5},
+            {"0": (3, 4)},
+            {"0": ()},
+            {"0": (0, 8)},
+            {"0": None},
+            {0: 2},
+        ),
+        "stacks": (
+            "eoi",
+            3,
+            ["w1"],
+            {"w1": "eoi"},
+            {"0": "eoi"},
+            {"0.weight": "eoi"},
+            {"0.weight": 3},
+            {0: "eoi"},
+        ),
+        "trun": (2.4,),
+        "learning_rate": (0.1,),
+        "betas": ((0.9, 0.99),),
+        "nesterov": (True,),
+    }
+    yield from vary("GeometricOptimizer", build, options)
+    adam = {"betas": (3, (2, 2), (0.9,), "x"), "eps": (-1, "x"), "momentum": (0.9,)}
+    yield from vary("Adam", functools.partial(build, base=torch.optim.Adam), adam)
+    muon = {
+        "momentum": (-1, "x", NAN),
+        "ns_steps": (0, -1, "x", 2.5),
+        "ns_coefficients": (3, (1, 2), "x"),
+        "eps": ("x",),
+        "nesterov": ("x",),
+        "adjust_lr_fn": ("x", 3),
+        "lr": (0, -1),
+        "betas": ((0.9, 0.9),),
+    }
+    yield from vary("Muon", functools.partial(build, base=torch.optim.Muon, turn=2.0), muon)
+    partials = {
+        "base": (
+            functools.partial(torch.optim.SGD, lr=0.2),
+            functools.partial(torch.optim.SGD, momentm=0.2),
+        ),
+        "rest": (
+            functools.partial(torch.optim.SGD, momentm=0.2),
+            functools.partial(torch.optim.SGD, lr=-1),
+            functools.partial(torch.optim.SGD, lr="x"),
+        ),
+    }
+    yield from vary("partial", build, partials)
+    model = network()
+    groups = ({"turn": "2"}, {"turn": -1}, {"turn": NAN}, {"lr": -1}, {"lr": "x"}, {"lr": NAN})
+    for group in groups:
+        given = [{"params": list(model.parameters()), **group}]
+        yield Case(
+            f"a group with {group}",
+            functools.partial(build, model=model, groups=given, turn=2.0),
+        )
+    states = {
+        "None": None,
+        "a list": [],
+        "empty": {},
+        "torch's": torch.optim.SGD(network().parameters(), 0.1).state_dict(),
+        "another's": build(base=torch.optim.Adam).state_dict(),
+        "with turn": build(turn=2.0).state_dict(),
+        "angles": build(coordinates="angles").state_dict(),
+        "of another model": build(
+            model=nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        ).state_dict(),
+        "of no groups": {"state": {}, "param_groups": []},
+        "of no mappings": {"state": 3, "param_groups": 4},
+    }
+    for name, state in states.items():
+        yield Case(f"load_state_dict({name})", lambda s=state: build().load_state_dict(s))
+    for group in (None, 3, {}, {"params": [3]}, {"params": "x"}, {"params": []}):
+        yield Case(f"add_param_group({group})", lambda g=group: build().add_param_group(g))
+
+
+def tracker_cases(tmp_path: Path) -> Iterator[Case]:
+    options = {
+        "model": (
+            *NOT_A_MODEL,
+            network().parameters(),
+            nn.Sequential(nn.ReLU()),
+            nn.Linear(4, 3, device="meta"),
+            nn.Sequential(nn.LazyLinear(3)),
+        ),
+        "every": NOT_A_COUNT,
+        "units": NOT_A_COUNT[1:],
+        "layers": (3, "first", ["0", "first"], [], [3], lambda module, name: False),
+        "probe": (
+            3,
+            "x",
+            X.numpy(),
+            [X.numpy()],
+            DataLoader(TensorDataset(X)),
+            iter([X]),
+            X[:, :3],
+            (X, X),
+            {"y": X},
+            [],
+            {},
+            X.long(),
+            torch.randn(0, 4),
+        ),
+        "example_inputs": (3, "x", X.numpy(), DataLoader(TensorDataset(X)), X[:, :3], (X, X)),
+        "keep": (None, "Full", "all", 3, ["full"]),
+        "schedule": (3, "every", [1]),
+        "statistics": (None, "Batch", "eval", 3),
+        "quantities": (None, 3, "rotation", ["rotation"], [], [3]),
+        "file": (3, X, b""),
+        "resume": NOT_A_FLAG,
+        "writer": (3, "tensorboard", object()),
+    }
+    yield from vary("BoundaryTracker", gp.BoundaryTracker, options, model=network())
+    both = functools.partial(gp.BoundaryTracker, network())
+    yield Case("statistics='batch' without a probe", functools.partial(both, statistics="batch"))
+    damaged = tmp_path / "damaged.npy"
+    damaged.write_bytes(b"no array")
+    tracked = {"probe": X, "file": damaged}
+    yield Case("a file that exists", functools.partial(both, **tracked))
+    yield Case("a damaged file", functools.partial(both, **tracked, resume=True))
+    yield Case("a folder as file", functools.partial(both, probe=X, file=tmp_path, resume=True))
+
+    model = network()
+    tracker = gp.BoundaryTracker(model, probe=X)
+    tracker.step()
+    history = tracker.history
+    for name in ("", "first", "0.weight", 0, None, "00"):
+        yield Case(f"history[{name!r}]", functools.partial(history.__getitem__, name))
+    for quantity in ("rotation", "", "rotations", "Dead", 0, None):
+        layer = history["0"]
+        yield Case(f"history['0'][{quantity!r}]", functools.partial(layer.__getitem__, quantity))
+        yield Case(f"history.table({quantity!r})", functools.partial(history.table, quantity))
+    unseen = gp.BoundaryTracker(network())
+    yield Case("history before the first batch", lambda: unseen.history)
+    yield Case("step before the first batch", unseen.step)
+
+    wide = gp.BoundaryTracker(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), probe=X)
+    wide.step()
+    states = {
+        "None": None,
+        "a list": [],
+        "a string": "x",
+        "empty": {},
+        "a step of a string": {"step": "x"},
+        "a negative step": {"step": -1},
+        "no whole step": {"step": 2.5},
+        "no step": {"step": None},
+        "of another model": wide.state_dict(),
+        "units of a string": {"step": 1, "units": "x"},
+        "a damaged snapshot": {**tracker.state_dict(), "snapshot": 3},
+        "an optimizer's": torch.optim.SGD(model.parameters(), 0.1).state_dict(),
+    }
+    for name, state in states.items():
+        fresh = gp.BoundaryTracker(network(), probe=X)
+        yield Case(f"tracker state: {name}", functools.partial(fresh.load_state_dict, state))
+
+
+def make_cases(tmp_path: Path) -> list[Case]:
+    return [
+        *layer_cases(),
+        *norm_cases(),
+        *conversion_cases(),
+        *state_cases(),
+        *group_cases(),
+        *recalibration_cases(),
+        *optimizer_cases(),
+        *tracker_cases(tmp_path),
+    ]
