@@ -3,24 +3,18 @@
 Tables of wrong values, option by option, over the public names. Every value is a case of its own.
 """
 
-import copy
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geoparam as gp
-from geoparam import cli
-from geoparam_lab.experiments import EXPERIMENTS
 
 INF, NAN = math.inf, math.nan
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
