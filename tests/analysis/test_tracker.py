@@ -318,7 +318,7 @@ def test_without_any_example_the_first_batch_shows_what_follows() -> None:
     [{"keep": "all"}, {"every": 0}, {"every": 1.5}, {"units": 0}, {"statistics": "batch"}],
 )
 def test_options_are_checked(options: dict) -> None:
-    with pytest.raises(ValueError, match="keep|every|statistics"):
+    with pytest.raises(ValueError, match="keep|every|units|statistics"):
         BoundaryTracker(network("sp"), **options)
 
 
