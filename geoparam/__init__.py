@@ -1,6 +1,10 @@
 """Geometric Parameterization (GmP) for PyTorch."""
 
+import importlib
+from types import ModuleType
+
 from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.analysis.watch import watch
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.checkpoints import fold_state_dict
@@ -43,4 +47,12 @@ __all__ = [
     "retract",
     "synchronise_means_",
     "verify",
+    "watch",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `geoparam.plots` on use: it needs matplotlib."""
+    if name == "plots":
+        return importlib.import_module("geoparam.plots")
+    raise AttributeError(f"module 'geoparam' has no attribute {name!r}")

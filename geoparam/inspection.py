@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -57,19 +58,22 @@ def refuse_lazy(model: nn.Module) -> None:
 
 def overrides(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether the module's class, or the module, computes otherwise than `base`."""
-    own = type(module)
     names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
-    inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
-    return not inherited or "forward" in vars(module) or "_conv_forward" in vars(module)
+    kind = type(module)
+    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in names):
+        return True
+    return "forward" in vars(module) or "_conv_forward" in vars(module)
 
 
 def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether nothing of what `base` computes is overridden or added to."""
-    # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
-    own_modules = set(module._modules) - {"parametrizations"}
-    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or own_modules
-    more = "weight" in module._parameters and own_state
-    return not overrides(module, base) and not more
+    if overrides(module, base):
+        return False
+    if "weight" not in module._parameters:  # old weight_norm, pruning: refused later, with advice
+        return True
+    parameters = set(module._parameters) - {"weight", "bias"}
+    modules = set(module._modules) - {"parametrizations"}
+    return not parameters and not module._buffers and not modules
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -118,6 +122,13 @@ def _find_span(tensor: Tensor) -> tuple[str, int, int]:
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
     """Return copies of the positional and keyword arguments of one call, if they fit the model."""
+    if isinstance(inputs, np.ndarray):
+        raise ValueError("inputs are tensors; got a numpy array: use torch.from_numpy.")
+    if isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
+        raise ValueError(
+            f"inputs are one batch as the model takes it; got a {type(inputs).__name__}: use "
+            "next(iter(loader)), and of a batch (x, y) the x."
+        )
     args: tuple = (inputs,)
     advice = "A tuple or list is the arguments of one call: of a batch (x, y) give x alone."
     if isinstance(inputs, Mapping):
@@ -165,17 +176,21 @@ def _copy_leaf(copies: dict[int, Tensor], leaf: Any) -> Any:
         return copy.deepcopy(leaf, memo)
     except Exception:  # it holds a lock or the like: only its own tensors are copied
         shallow = copy.copy(leaf)
-        vars(shallow).update({k: memo.get(id(v), v) for k, v in vars(leaf).items()})
+        for key, value in vars(leaf).items():
+            vars(shallow)[key] = memo.get(id(value), value)
         return shallow
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
     """Return what is wrong with these arguments of a model's forward; "" where nothing is."""
+    if model._forward_pre_hooks:  # which may change the arguments
+        return ""
     try:
-        if not model._forward_pre_hooks:  # which may change the arguments
-            inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        return str(error) if isinstance(error, TypeError) else ""  # or there is no signature
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # there is no signature
+        return ""
     return ""
 
 
@@ -245,19 +260,22 @@ def _put_back(contents: dict[int, tuple[Any, Any]]) -> None:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists, mappings and objects (model outputs)."""
-    todo, seen = [value], set[int]()
-    while todo:
-        here = todo.pop()
+    waiting, seen = [value], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            yield item
+            continue
+
         parts: list[Any] = []
-        if isinstance(here, Tensor):
-            yield here
-        elif isinstance(here, Mapping):
-            parts = [*here.values()]
-        elif isinstance(here, list | tuple):
-            parts = [*here]
-        elif id(here) not in seen and is_dataclass(here) and not isinstance(here, type):
-            parts = [getattr(here, entry.name) for entry in fields(here)]
-        elif id(here) not in seen and getattr(type(here), "__dictoffset__", False):
-            parts = [] if callable(here) else [*vars(here).values()]  # of no module or class
-        seen.add(id(here))
-        todo += reversed(parts)
+        if isinstance(item, Mapping):
+            parts += item.values()
+        elif isinstance(item, list | tuple):
+            parts += item
+        elif id(item) not in seen and is_dataclass(item) and not isinstance(item, type):
+            parts += [getattr(item, entry.name) for entry in fields(item)]
+        elif id(item) not in seen and not callable(item):  # no module, class or function
+            if getattr(type(item), "__dictoffset__", 0):  # it has attributes
+                parts += vars(item).values()
+        seen.add(id(item))
+        waiting += reversed(parts)

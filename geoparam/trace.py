@@ -34,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
 from geoparam.inspection import arguments_of, call, inspection_mode, refuse_unready, tensors_in
+from geoparam.model.unit_layers import find_channel
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name
 
@@ -348,7 +349,8 @@ class _Recorder(TorchFunctionMode):
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Record a call that made or changed a tensor; of constants, only their owner."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
-        results = [t for t in _find_tensors((result,)) if all(t is not r.tensor for r in read)]
+        read_ids = {id(r.tensor) for r in read}
+        results = [t for t in _find_tensors((result,)) if id(t) not in read_ids]
         results += changed
         if not results or node.kind == "constant":
             return
@@ -404,9 +406,7 @@ def _step(module: nn.Module) -> Node:
     weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
     is_matrix = is_leaf and isinstance(weight, Tensor) and weight.ndim > 1
     if is_matrix or isinstance(module, LAYERS) or isinstance(weight, property):
-        kernel = getattr(module, "kernel_size", ())
-        positions = len(kernel) if isinstance(kernel, tuple) else 0
-        return Node("layer", op, channel=-1 - positions)
+        return Node("layer", op, channel=find_channel(module))
     return Node("", op)
 
 

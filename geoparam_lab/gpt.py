@@ -78,11 +78,11 @@ def _start_(model: "GPT", std: float | None, zero_projections: bool) -> None:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=EMBEDDING_STD)
         elif isinstance(module, nn.Linear):
-            own = 1 / math.sqrt(3 * module.in_features) if std is None else std
+            deviation = 1 / math.sqrt(3 * module.in_features) if std is None else std
             is_projection = name.endswith((".out", ".down"))
             if is_projection:
-                own /= math.sqrt(2 * len(model.blocks))
-            nn.init.normal_(module.weight, std=own)
+                deviation /= math.sqrt(2 * len(model.blocks))
+            nn.init.normal_(module.weight, std=deviation)
             if is_projection and zero_projections:
                 module.weight.zero_()
 

@@ -217,10 +217,10 @@ def title(name: str) -> str:
 
 def get(name: str, **options: str) -> Method:
     """Return the method of this name, with options other than its defaults."""
-    plain, *own = name.split(":")
+    plain, *words = name.split(":")
     check_names("a method", METHODS, plain)
-    pairs = dict(each.partition("=")[::2] for each in own)
-    check_options(plain, [each.partition("=")[0] for each in own])
+    pairs = dict(each.partition("=")[::2] for each in words)
+    check_options(plain, [each.partition("=")[0] for each in words])
     if not pairs.keys() <= set(OPTIONS):
         raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
     is_idle = "angle_lr" in pairs or pairs.get("init") in ("sphere", "released")

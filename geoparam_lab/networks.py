@@ -184,8 +184,8 @@ class Block(nn.Module):
         self.count, units, channels = len(kernels), width * expansion, inputs
         for n, kernel in enumerate(kernels, start=1):
             out = units if n == self.count else width
-            own = stride if n == kernels.index(3) + 1 else 1
-            self.add_module(f"conv{n}", _make_conv(method, channels, out, kernel, own))
+            conv_stride = stride if n == kernels.index(3) + 1 else 1
+            self.add_module(f"conv{n}", _make_conv(method, channels, out, kernel, conv_stride))
             self.add_module(f"bn{n}", _make_norm(method, out))
             self.add_module(f"activation{n}", _make_activation(method, out))
             channels = out

@@ -1,5 +1,7 @@
 """Accelerate, Lightning and transformers' Trainer: optimizers and trackers do there as by hand."""
 
+import csv
+import functools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +68,8 @@ class Fit:
         pl = pytest.importorskip("lightning.pytorch")
         extras = "progress_bar", "model_summary", "checkpointing"
         options |= {f"enable_{name}": False for name in extras}
-        options |= {"default_root_dir": self.folder, "accelerator": "cpu", "logger": False}
+        options = {"logger": False, **options}
+        options |= {"default_root_dir": self.folder, "accelerator": "cpu"}
         module, path = pl.LightningModule(), self.folder / "last.ckpt"
         module.model = self.model
         module.training_step = lambda batch, batch_idx: self.model(**batch)["loss"]
@@ -176,6 +179,37 @@ def test_trainers_tracker_knows_its_own_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(other / f"checkpoint-{2 * STEPS}")
     place = {"checkpoint": first / checkpoint.name, "file": file}
     assert_same("transformers", run_in("transformers", other, 2, **place), by_hand(epochs=2))
+
+
+def test_lightnings_loggers_get_the_summary(tmp_path: Path) -> None:
+    callbacks = pytest.importorskip("geoparam.integrations.lightning")
+    loggers = pytest.importorskip("lightning.pytorch.loggers")
+    model, logger = WithLoss(network()), loggers.CSVLogger(tmp_path)
+    fit = Fit(model, torch.optim.SGD(model.parameters(), lr=0.1), POINTS, tmp_path)
+    options = {"probe": ZEROS, "quantities": ["rotation_max"]}
+    track = callbacks.TrackBoundaries("model.net", log=True, **options)
+    fit.by_lightning(callbacks=[track], logger=logger, log_every_n_steps=1)
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    values = [float(row["rotation_max/0"]) for row in rows]
+    np.testing.assert_array_equal(values, track.tracker.history["0"]["rotation_max"])
+
+
+def test_trainers_log_gets_the_summary_beside_its_own(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    callbacks = pytest.importorskip("geoparam.integrations.transformers")
+    chosen = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 2}
+    chosen |= {"per_device_train_batch_size": 2, "num_train_epochs": 1, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path), **chosen)
+    trainer = transformers.Trainer(WithLoss(network()), arguments, train_dataset=POINTS)
+    track = callbacks.TrackBoundaries(log=trainer, probe=BATCH, quantities=["rotation_max"])
+    trainer.add_callback(track)
+    trainer.train()
+    logged = trainer.state.log_history
+    values = [entry["rotation_max/net.0"] for entry in logged if "rotation_max/net.0" in entry]
+    np.testing.assert_array_equal(values, track.tracker.history["net.0"]["rotation_max"])
+    assert [entry["step"] for entry in logged if "loss" in entry] == [2, 4]
 
 
 @pytest.mark.filterwarnings("ignore:resume=True without file")
@@ -317,6 +351,13 @@ def test_accelerates_schedule_resumes_in_the_middle(
         train(other, resumed, 1, step)
         schedule.step()
     assert_same_weights(model, other)
+
+
+def test_what_a_partial_names_counts_before_trainers_settings(tmp_path: Path) -> None:
+    base = functools.partial(torch.optim.AdamW, betas=(0.7, 0.7))
+    trainer = make_trainer(tmp_path, {"base": base}, learning_rate=0.02, adam_beta2=0.95)
+    groups = trainer.create_optimizer().param_groups
+    assert [group["betas"] for group in groups] == [(0.7, 0.7), (0.7, 0.7)]
 
 
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])

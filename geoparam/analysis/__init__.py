@@ -7,6 +7,7 @@ from geoparam.analysis.patterns import Patterns, patterns
 from geoparam.analysis.quantities import QUANTITIES, LayerQuantity, UnitQuantity
 from geoparam.analysis.snapshot import Interval, Snapshot
 from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.analysis.watch import watch
 
 __all__ = [
     "QUANTITIES",
@@ -23,4 +24,5 @@ __all__ = [
     "breaks",
     "layer_boundaries",
     "patterns",
+    "watch",
 ]

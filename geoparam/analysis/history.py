@@ -13,8 +13,13 @@ is written over by the next record.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame  # type: ignore[import-untyped]
 
 NETWORK = "(network)"
 
@@ -148,8 +153,8 @@ class History(Mapping[str, LayerHistory]):
             self._units = GrowingArray(dtype, beside, resume)
             self._match_units(self._units)
 
-    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
-        """Add a record, to both files or to none.
+    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+        """Add a record, to both files or to none; return its rows of the summary.
 
         `values` are (layers + 1, columns), the network's last; `units` have one row for each of
         the units' columns, over the units of all layers.
@@ -162,7 +167,7 @@ class History(Mapping[str, LayerHistory]):
         if self._units is None or units is None:
             self._summary.write(rows)
             self._summary.add(rows)
-            return
+            return rows
 
         row = np.zeros(1, self._units.dtype)
         row["step"] = step
@@ -172,6 +177,7 @@ class History(Mapping[str, LayerHistory]):
         self._summary.write(rows)  # if it fails, neither counts, and the next row is written over
         self._units.add(row)
         self._summary.add(rows)
+        return rows
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, of a run that was killed and went on from `step`."""
@@ -189,6 +195,50 @@ class History(Mapping[str, LayerHistory]):
     def rows(self) -> np.ndarray:
         """The summary as one table, a row for each record and layer: `pandas.DataFrame(rows)`."""
         return self._summary.rows
+
+    def to_pandas(self) -> "DataFrame":
+        """Return the summary as a DataFrame, a row for each record and layer."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas. history.rows is the same table "
+                "as a numpy array."
+            ) from error
+        return pandas.DataFrame(self.rows)
+
+    def plot(
+        self, quantity: str, layers: Sequence[str] | None = None, axes: "Axes | None" = None
+    ) -> "Axes":
+        """Draw a quantity over the steps, a line for each layer; return matplotlib's axes.
+
+        Args:
+            quantity: A column of the summary, such as "rotation_rms".
+            layers: Names of the layers to draw; all by default.
+            axes: Where to draw; None makes a figure, `axes.figure`.
+        """
+        from geoparam import plots
+
+        names = list(self.layers if layers is None else layers)
+        values = np.array([self[name][quantity] for name in names])
+        return plots.layer_curves(values, layers=names, label=quantity, steps=self.steps, ax=axes)
+
+    def heatmap(self, quantity: str, axes: "Axes | None" = None) -> "Axes":
+        """Draw a quantity as colours, a cell for each layer and record; return matplotlib's axes.
+
+        Dead units are drawn as a share of the layer's, rotations on a logarithmic scale.
+        """
+        from geoparam import plots
+
+        values = self.table(quantity)
+        if quantity == "dead" and "units" in self.quantities:
+            values = values / self.table("units")
+            return plots.dead_units(values, layers=self.layers, steps=self.steps, ax=axes)
+        if quantity.startswith("rotation_"):
+            return plots.rotation_heatmap(values, layers=self.layers, steps=self.steps, ax=axes)
+        return plots.layer_heatmap(
+            values, layers=self.layers, label=quantity, steps=self.steps, ax=axes
+        )
 
     def table(self, quantity: str) -> np.ndarray:
         """Return one quantity of the summary for all layers, (layers, records)."""
@@ -221,6 +271,18 @@ class History(Mapping[str, LayerHistory]):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __repr__(self) -> str:
+        steps = self.steps
+        span = f", steps {steps[0]} to {steps[-1]}" if len(steps) else ""
+        lines = [
+            f"History of {len(self)} layers: {len(steps)} records{span}",
+            f"layers: {', '.join(self.layers)}",
+            f"quantities: {', '.join(self.quantities)}",
+        ]
+        if self._units is not None:
+            lines.append(f"of each unit: {', '.join(self._unit_columns)}")
+        return "\n  ".join(_shorten(line) for line in lines)
+
     def _check_layers(self) -> None:
         """Refuse a file with the layers of another model; records may have the same length."""
         layers = self._summary.rows["layer"]
@@ -241,3 +303,10 @@ class History(Mapping[str, LayerHistory]):
                 "Give another file."
             )
         units.truncate(records)
+
+
+def _shorten(line: str, width: int = 400) -> str:
+    """Return a line of at most `width` characters, cut at a comma."""
+    if len(line) <= width:
+        return line
+    return line[:width].rpartition(",")[0] + ", ..."

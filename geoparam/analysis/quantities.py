@@ -251,6 +251,45 @@ QUANTITIES: tuple[Quantity, ...] = (
 )
 
 
+def choose_quantities(
+    chosen: Sequence[str | Quantity] | None,
+) -> tuple[tuple[Quantity, ...], list[str]]:
+    """Return the quantities to record, and the columns that were asked for.
+
+    A name is that of a column or of a whole quantity; None chooses all.
+
+    Example:
+        >>> recorded, columns = choose_quantities(["scale", "dead"])
+        >>> [type(quantity).__name__ for quantity in recorded], columns
+        (['Scale', 'Activity'], ['scale_min', 'scale_median', 'scale_max', 'dead'])
+    """
+    if isinstance(chosen, str):
+        chosen = [chosen]
+    recorded: dict[Quantity, None] = {}  # in order, each once
+    columns: dict[str, None] = {}
+    for choice in QUANTITIES if chosen is None else chosen:
+        if isinstance(choice, str):
+            quantity = _find_quantity(choice)
+            is_whole = choice == getattr(quantity, "name", None)
+            named = quantity.columns if is_whole else (choice,)
+        else:
+            quantity, named = choice, choice.columns
+        recorded[quantity] = None
+        columns |= dict.fromkeys(named)
+    if not recorded:
+        raise ValueError("quantities must not be empty; None records all.")
+    return tuple(recorded), list(columns)
+
+
+def _find_quantity(name: str) -> Quantity:
+    """Return the quantity that is called `name`, or has a column of that name."""
+    for quantity in QUANTITIES:
+        if name in (getattr(quantity, "name", None), *quantity.columns):
+            return quantity
+    columns = [column for quantity in QUANTITIES for column in quantity.columns]
+    raise ValueError(f"no quantity {name!r}; there are: {', '.join(columns)}.")
+
+
 @torch.no_grad()
 def measure(quantities: Sequence[Quantity], interval: Interval) -> tuple[Tensor, Tensor]:
     """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total)."""
@@ -316,25 +355,28 @@ def make_column(
 def _compute_levels(interval: Interval, values: Tensor, levels: Sequence[float]) -> Tensor:
     """Return quantiles (Q, layers + 1, levels) of values (Q, total), the network's last."""
     layer_of = interval.layout.layer_of
-    by_layer = compute_quantiles(values, layer_of, len(interval.layout.counts), levels)
-    overall = compute_quantiles(values, torch.zeros_like(layer_of), 1, levels)
+    order = values.argsort(dim=1)  # NaN sorts last
+    by_layer = compute_quantiles(values, order, layer_of, len(interval.layout.counts), levels)
+    overall = compute_quantiles(values, order, torch.zeros_like(layer_of), 1, levels)
     return torch.cat([by_layer, overall], dim=1).double()
 
 
 def compute_quantiles(
-    values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
+    values: Tensor, order: Tensor, segment: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
     """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
+
+    `order` sorts each row of the values, NaN last.
 
     They interpolate linearly, as numpy's do. NaN counts as missing; all missing give NaN.
 
     Example:
         >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
+        >>> segment = torch.tensor([0, 0, 0, 1, 1])
+        >>> compute_quantiles(values, values.argsort(dim=1), segment, 2, (0.5, 1.0))
         tensor([[[3., 5.],
                  [7., 7.]]])
     """
-    order = values.argsort(dim=1)  # NaN sorts last
     order = order.gather(1, segment[order].argsort(dim=1, stable=True))
     ordered = values.gather(1, order)
     zeros = torch.zeros(len(values), count, dtype=torch.int64, device=values.device)

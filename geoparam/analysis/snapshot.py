@@ -5,7 +5,7 @@ are an `Interval`, which is what a quantity is measured on (`quantities.py`). Ev
 the model's device, and nothing waits for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from geoparam.analysis.patterns import Changes, Pattern, Patterns, count_example
 from geoparam.analysis.readings import Readings
 from geoparam.analysis.sites import Inputs, Sites
 from geoparam.inspection import full_tensor
+
+BLOCK = 1 << 18  # elements; 2 MiB in float64
 
 
 class Snapshot(NamedTuple):
@@ -38,7 +40,8 @@ class Snapshot(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next snapshot is compared with."""
-        state: dict[str, Any] = {"directions": self.directions}
+        directions = {name: rows.clone() for name, rows in self.directions.items()}
+        state: dict[str, Any] = {"directions": directions}
         state |= {"sign": self.sign, "distances": self.distances}
         if self.patterns is not None:
             state["packed"] = {step: part.packed for step, part in self.patterns.parts.items()}
@@ -153,8 +156,11 @@ class Camera:
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
-    def take(self) -> Snapshot:
-        """Run the probe, if there is one, and read all units."""
+    def take(self, spare: Snapshot | None = None) -> Snapshot:
+        """Run the probe, if there is one, and read all units.
+
+        The directions are written into the memory of `spare`, a snapshot that is no longer used.
+        """
         readings = None
         moments: Mapping[str, Moments] = {}
         if self.probe is not None:
@@ -162,17 +168,22 @@ class Camera:
             readings = Readings(self.model, self.probe, *options)
             moments = readings.moments
         with torch.autocast(self.layout.like.device.type, enabled=False):
-            return self._read_units(moments, readings)
+            return self._read_units(moments, readings, {} if spare is None else spare.directions)
 
-    def _read_units(self, moments: Mapping[str, Moments], readings: Readings | None) -> Snapshot:
+    def _read_units(
+        self,
+        moments: Mapping[str, Moments],
+        readings: Readings | None,
+        spare: Mapping[str, Tensor],
+    ) -> Snapshot:
         layers: list[Units] = []
         directions: dict[str, Tensor] = {}
         for name, site in self.layout.sites.items():
             units = self._pick(name, read_units(site, moments.get(name)))
             rows = units.rows.to(torch.promote_types(units.rows.dtype, torch.float32))
             if not units.are_unit_vectors:
-                length = sphere.length(rows).to(rows.dtype)
-                rows = rows / length[:, None]
+                length = map_blocks(sphere.length, rows).to(rows.dtype)
+                rows = torch.div(rows, length[:, None], out=spare.get(name))
                 units.terms["length"] = length
             directions[name] = rows
             layers.append(units)
@@ -191,6 +202,24 @@ class Camera:
         return Units(self.layout.pick(name, units.rows), terms, units.are_unit_vectors)
 
 
+def map_blocks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return a function of rows (units, n), one value for each, computed a block at a time.
+
+    On a CPU what it computes in between then stays in the cache; elsewhere one block is all.
+    """
+    units, n = rows[0].shape
+    is_whole = rows[0].device.type != "cpu" or units * n <= BLOCK
+    if is_whole or any(hasattr(part, "full_tensor") for part in rows):
+        return function(*rows)
+    blocks = zip(*(part.split(max(1, BLOCK // n)) for part in rows), strict=True)
+    return torch.cat([function(*block) for block in blocks])
+
+
+def measure_difference(u: Tensor, v: Tensor) -> Tensor:
+    """Return ||u - v|| of each row."""
+    return torch.linalg.vector_norm(u - v, dim=1)
+
+
 class Interval:
     """Two snapshots of the same units, and what several quantities need of both."""
 
@@ -200,15 +229,17 @@ class Interval:
 
     @cached_property
     def chords(self) -> tuple[Tensor, Tensor]:
-        """||u - u'|| and ||u + u'|| of the directions u and u' at both ends, (total,)."""
-        apart, together = [], []
+        """||u - u'|| and ||u + u'|| of the directions u and u' at both ends, (total,).
+
+        The second is sqrt(4 - ||u - u'||^2), which spares a pass over all weights. It has half
+        the digits where a direction is all but turned around.
+        """
+        apart = []
         for name, u in self.now.directions.items():
-            earlier = self.before.directions[name]
-            difference = torch.linalg.vector_norm(u - earlier, dim=1)
-            total = torch.linalg.vector_norm(u + earlier, dim=1)
+            difference = map_blocks(measure_difference, u, self.before.directions[name])
             apart.append(full_tensor(difference).to(self.layout.like))
-            together.append(full_tensor(total).to(self.layout.like))
-        near, far = torch.cat(apart), torch.cat(together)
+        near = torch.cat(apart)
+        far = (4 - near.square()).clamp(min=0).sqrt()
         # A change of sign turns a direction around: the two lengths change places.
         is_flipped = self.before.sign != self.now.sign
         return torch.where(is_flipped, far, near), torch.where(is_flipped, near, far)

@@ -5,7 +5,6 @@ the same numbers with and without it. Everything is computed on the model's devi
 small asynchronous copy to the host, which only reading the history waits for.
 """
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
-from geoparam.analysis.history import NETWORK, History
+from geoparam.analysis.history import History
 from geoparam.analysis.layer_units import find_unit_layers
-from geoparam.analysis.quantities import QUANTITIES, Quantity, UnitQuantity, measure
+from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
+from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
 from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
 from geoparam.arguments import check_callable, check_count, check_flag
@@ -79,10 +80,13 @@ class BoundaryTracker:
             of all directions that is otherwise kept.
         statistics: "running" reads BatchNorm and MBN as they evaluate. "batch" reads them as they
             train, by the statistics of the probe, which then needs the size of a training batch.
-        quantities: What is recorded; see `geoparam.analysis.quantities`. All by default.
+        quantities: What is recorded: names, as "rotation_rms" or "rotation", and quantities of
+            your own; see `geoparam.analysis.quantities`. All by default.
         file: An .npy file that grows with the records and survives a kill; see `history.py`.
         resume: Go on with the existing file; then call `load_state_dict`.
-        writer: A TensorBoard SummaryWriter to write the summary to as well.
+        log: Where the summary is written to as well, under the tags quantity/layer: an object
+            with `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers), or
+            the path of a .csv file.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -110,32 +114,34 @@ class BoundaryTracker:
         example_inputs: Inputs | None = None,
         units: int | None = None,
         statistics: Statistics = "running",
-        quantities: Sequence[Quantity] = QUANTITIES,
+        quantities: Sequence[str | Quantity] | None = None,
         file: str | os.PathLike | None = None,
         resume: bool = False,
-        writer: Any = None,
+        log: Any = None,
     ) -> None:
         _check_options(keep, every, units, resume, file)
         check_callable("schedule", schedule, "schedule(step)")
         _check_quantities(quantities)
-        if writer is not None and not hasattr(writer, "add_scalar"):
-            raise ValueError(f"writer is a SummaryWriter, with add_scalar; got {writer!r}.")
         _check_model(model)
         for inputs in (probe, example_inputs):
             check_inputs(inputs)
+        check_log(log)
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
-        self.quantities = tuple(quantities)
+        self.quantities, self._logged = choose_quantities(quantities)
         self._is_full = keep == "full"
         self._layers, self._units = layers, units
         self._batch = uses_batch_statistics(statistics, probe)
-        self._file, self._resume, self._writer = file, resume, writer
+        self._file, self._resume, self._log = file, resume, log
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
         self._camera: Camera | None = None
         self._last: Snapshot | None = None
+        self._spare: Snapshot | None = None  # the one before; its memory is used again
         self._history: History | None = None
+        self._writer: ScalarLog | CSVLog | None = None
+        self._handles: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
 
         # Copies: a loader may fill the same memory with the next batch.
@@ -157,7 +163,8 @@ class BoundaryTracker:
         elif self._takes_part:
             _check_layers(self.model, layers)  # now, and not at the first batch
             hook = _FirstBatch(self._see_first_batch)
-            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+            self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
+            self.remove_on_close(self._first_batch)
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
@@ -176,8 +183,14 @@ class BoundaryTracker:
         assert self._history is not None
         return self._history
 
+    def remove_on_close(self, handle: RemovableHandle) -> None:
+        """Let `close` remove a hook by which the tracker is called."""
+        self._handles.append(handle)
+
     def close(self) -> None:
-        """Wait for the last records and write them."""
+        """Remove the tracker's hooks, wait for the last records and write them."""
+        for handle in self._handles:
+            handle.remove()
         self._collect(wait=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,7 +220,7 @@ class BoundaryTracker:
         self._steps, self._loaded = state["step"], state
 
     def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        self._hook.remove()
+        self._first_batch.remove()
         self._begin(args, kwargs)
 
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -224,6 +237,8 @@ class BoundaryTracker:
             self._history = History(
                 list(sites.layers), columns, by_unit, counts, self._file, self._resume
             )
+            if self._log is not None:
+                self._writer = open_log(self._log, self._logged, self._resume)
             if len(self._history.steps) and self._loaded is None:
                 self._steps = self._measured_at = int(self._history.steps[-1])
         if self._loaded is not None:
@@ -245,6 +260,8 @@ class BoundaryTracker:
             )
         if self._history is not None:
             self._history.forget_after(state["step"])
+        if self._writer is not None:
+            self._writer.forget_after(state["step"])
         self._last = self._require_camera().take()
         self._measured_at = state.get("measured_at", state["step"])
         if "snapshot" in state:
@@ -260,12 +277,14 @@ class BoundaryTracker:
         camera = self._require_camera()
         assert self._last is not None
         camera.check_model()
-        now = camera.take()
+        now = camera.take(self._spare)
         if now.readings is not None and not now.readings.took_same_steps:
             warnings.warn(OTHER_STEPS, stacklevel=3)
         values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
         if now.patterns is None:  # the next ones are compared with the last that were known
             now = now._replace(patterns=self._last.patterns)
+        if camera.layout.like.device.type == "cpu":  # where large new tensors take long
+            self._spare = self._last
         self._last = now._replace(readings=None)
         self._measured_at = self._steps
         if self._is_first:
@@ -291,18 +310,10 @@ class BoundaryTracker:
                 record.arrived.synchronize()
             assert self._history is not None
             units = None if record.units is None else record.units.numpy()
-            self._history.append(record.step, record.values.numpy(), units)
+            rows = self._history.append(record.step, record.values.numpy(), units)
             self._pending.pop(0)  # only now: after a failed write it is tried again
             if self._writer is not None:
-                self._write_scalars(record)
-
-    def _write_scalars(self, record: "_Pending") -> None:
-        assert self._history is not None
-        names = (*self._history.layers, NETWORK)
-        for name, values in zip(names, record.values.tolist(), strict=True):
-            for quantity, value in zip(self._history.quantities, values, strict=True):
-                if math.isfinite(value):
-                    self._writer.add_scalar(f"{name}/{quantity}", value, record.step)
+                self._writer.write(rows)
 
 
 class _Pending(NamedTuple):

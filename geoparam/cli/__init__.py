@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typer import Typer
 
 EXTRAS = {
-    "cli": ("typer", "rich", "safetensors", "jinja2"),
+    "cli": ("typer", "rich", "safetensors", "jinja2", "filelock"),
     "plots": ("matplotlib",),
     "experiments": ("accelerate", "optuna", "sklearn", "tensorboard", "xlrd"),
     "vision": ("torchvision",),

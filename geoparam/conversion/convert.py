@@ -33,13 +33,15 @@ from geoparam.conversion.plan import (
     absorb_norm,
     decide,
     find_candidates,
+    run_example,
 )
 from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
+from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
-from geoparam.trace import Filter, record_run
+from geoparam.trace import Filter
 
 log = logging.getLogger("geoparam")
 
@@ -138,29 +140,31 @@ def convert_(
         )
 
     candidates = find_candidates(model)
-    means = _InputMeans(candidates if norm == "imn" and init is None else {})
+    means = _InputMeans()
     run = None
     if example_inputs is not None:
-        with means.gather(is_active=calibration is None):
-            run = record_run(model, example_inputs)
+        layers = [c for c in candidates.values() if norm == "imn" and init is None and c.is_plain]
+        with means.gather(layers):
+            run = run_example(model, example_inputs)
 
     decided = decide(model, candidates, request, None if run is None else run.graph)
-    for advice in _find_advice(model, decided, request, pretrained):
+    advice = _find_advice(model, decided, request, pretrained)
+    if advice is not None:
         warnings.warn(advice, stacklevel=2)
     if init is None:
-        centred = [d.name for d in decided.converted if d.norm and d.input_norm]
-        if centred and calibration is not None:
-            means.run(model, calibration)
-        means.check(centred)
+        centred = {d.name for d in decided.converted if d.norm and d.input_norm}
+        layers = [c for c in candidates.values() if c.name in centred]
+        if layers and calibration is not None:
+            means = _measure_input_means(model, layers, calibration)
+        means.check(layers)
 
-    builder = _Builder(
-        "angles" if coordinates is None else coordinates, natural, init, weights, momentum, means
-    )
+    coordinates = "angles" if coordinates is None else coordinates
+    builder = _Builder(coordinates, natural, init, weights, momentum, means)
+    pairs = _build_pairs(model, candidates, decided, builder)
     changed: list[Tensor] = []
     if weights == "plain":  # which are written to in place
         for decision in decided.converted:
             changed += model.get_submodule(decision.name).parameters()
-    pairs = _build_pairs(model, candidates, decided, builder)
     model = replace_checked(
         model, pairs, example_inputs, run, "converted", changed=changed, same=init is None
     )
@@ -170,16 +174,13 @@ def convert_(
 
 def _find_advice(
     model: nn.Module, decided: Plan, request: Request, pretrained: bool
-) -> Iterator[str]:
-    """Yield what a caller of norm="imn" should know before training."""
+) -> str | None:
+    """Return what a caller of norm="imn" should know before training."""
     if request.norm is None:
-        return
+        return None
     if request.init is None:
-        advice = _find_misuse(model, decided, pretrained)
-    else:
-        advice = _find_new_keys(model, decided)
-    if advice is not None:
-        yield advice
+        return _find_misuse(model, decided, pretrained)
+    return _find_new_keys(model, decided)
 
 
 def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | None:
@@ -231,54 +232,60 @@ def _find_new_keys(model: nn.Module, decided: Plan) -> str | None:
 class _InputMeans:
     """The mean of each layer's input, summed up while the model runs."""
 
-    def __init__(self, candidates: Mapping[str, Candidate]) -> None:
-        self.layers = {c.name: c.module for c in candidates.values() if c.is_plain}
+    def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.counts: Counter[str] = Counter()
         self.batches = 0
 
     @contextmanager
-    def gather(self, is_active: bool = True) -> Iterator[None]:
-        """Add the inputs of one run."""
+    def gather(self, layers: Iterable[Candidate]) -> Iterator[None]:
+        """Add the inputs of these layers in one run."""
         with ExitStack() as hooks:
-            if is_active:
-                for name, layer in self.layers.items():
-                    hook = partial(self._add, name)
-                    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
-                    hooks.callback(handle.remove)
+            for layer in layers:
+                hook = partial(self._add, layer.name)
+                handle = layer.module.register_forward_pre_hook(hook, with_kwargs=True)
+                hooks.callback(handle.remove)
             yield
-        self.batches += is_active
-
-    def run(self, model: nn.Module, batches: Any) -> None:
-        """Run the model on one batch, or on each of a list or other iterable of batches."""
-        is_one = isinstance(batches, Tensor | tuple | Mapping)
-        if isinstance(batches, str) or not (is_one or isinstance(batches, Iterable)):
-            raise ValueError(f"calibration is a batch, or a list of batches; got {batches!r}.")
-        for batch in [batches] if is_one else batches:
-            with self.gather():
-                record_run(model, batch)  # evaluation, no gradients, nothing left behind
+        self.batches += 1
 
     def _add(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> None:
-        channel = -1 - len(getattr(layer, "kernel_size", ()))
+        x = args[0] if args else next(iter(kwargs.values()))
         with torch._C.DisableTorchFunction():  # what is computed here is no step of the model
-            x = [*args, *kwargs.values()][0].detach().double().movedim(channel, 0).flatten(1)
-            self.sums[name] = self.sums.get(name, 0) + x.sum(dim=1)
-            self.counts[name] += x.shape[1]
+            columns = x.detach().double().movedim(find_channel(layer), 0).flatten(1)
+            self.sums[name] = self.sums.get(name, 0) + columns.sum(dim=1)
+            self.counts[name] += columns.shape[1]
 
     def get(self, name: str) -> Tensor | None:
         """Return the mean of a layer's input; None where nothing was gathered."""
         return self.sums[name] / self.counts[name] if self.counts[name] else None
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, layers: Iterable[Candidate]) -> None:
         """Raise where a layer has no finite mean."""
-        for name in names:
-            mean = self.get(name)
+        for layer in layers:
+            mean = self.get(layer.name)
             if mean is None or not (mean.is_meta or mean.isfinite().all()):
                 raise ValueError(
-                    f"calibration gives no finite mean for the input of {name!r}: there are no "
-                    "batches, they are empty or hold NaN, or the layer's weight is used without "
-                    "calling the layer."
+                    f"calibration gives no finite mean for the input of {layer.name!r}: there are "
+                    "no batches, they are empty or hold NaN, or the layer's weight is used "
+                    "without calling the layer."
                 )
+
+
+def _measure_input_means(
+    model: nn.Module, layers: Iterable[Candidate], calibration: Any
+) -> _InputMeans:
+    """Run the model on one batch, or on each of a list or other iterable of batches."""
+    means = _InputMeans()
+    is_one = isinstance(calibration, Tensor | tuple | Mapping)
+    if not is_one and not isinstance(calibration, Iterable):
+        raise ValueError(
+            "calibration is a batch, or a list or other iterable of batches; got a "
+            f"{type(calibration).__name__}."
+        )
+    for batch in [calibration] if is_one else calibration:
+        with means.gather(layers):
+            run_example(model, batch)  # evaluation, no gradients, nothing left behind
+    return means
 
 
 def _build_pairs(

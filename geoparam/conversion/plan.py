@@ -5,7 +5,8 @@ the outputs are, comes from a run of the model, or, without example inputs, from
 modules. Which modules are layers, and where their weights are, is in `model.unit_layers`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,7 +23,7 @@ from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.inspection import is_conv1d, refuse_non_model, refuse_unready
 from geoparam.model.unit_layers import Entry, describe, is_plain_layer
-from geoparam.trace import Filter, output_layers, trace
+from geoparam.trace import Filter, Run, output_layers, record_run
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
@@ -172,8 +173,29 @@ def plan(
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
     request = Request(filter_fn, init, norm, weights)
     request.check(model, example_inputs)
-    graph = None if example_inputs is None else trace(model, example_inputs)
+    graph = None if example_inputs is None else run_example(model, example_inputs).graph
     return decide(model, find_candidates(model), request, graph)
+
+
+def run_example(model: nn.Module, inputs: Inputs) -> Run:
+    """Return the run of a model on what a caller gave as an example."""
+    with explain_failed_run():
+        return record_run(model, inputs)
+
+
+@contextmanager
+def explain_failed_run() -> Iterator[None]:
+    """Raise a ValueError where a model does not run on a caller's inputs."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model does not run on these inputs ({type(error).__name__}: {error}). They are "
+            "a batch as the model takes it: a tensor, a tuple of arguments, or a mapping of "
+            "keyword arguments."
+        ) from error
 
 
 def decide(
@@ -218,14 +240,15 @@ class _Planner:
 
         self._refuse_computed_weight(candidate)
         self._refuse_held(candidate)
+        weight, bias = candidate.read()
         decision = self._choose_norm(candidate, Decision(name, kind, True))
         if self.request.init is None:
-            reason = self._check_values(candidate, decision)
+            reason = self._check_values(weight, bias, decision)
         if self.request.weights == "plain":  # r and its limits do not apply
             reason = self._explain_left_plain(candidate, decision)
         if reason:
             return Decision(name, kind, False, (reason,))
-        return self._add_facts(candidate, decision)
+        return self._add_facts(weight, bias, decision)
 
     def _explain_left(self, candidate: Candidate) -> str:
         """Return why a layer that has a GmP form stays as it is, "" if it does not."""
@@ -330,9 +353,8 @@ class _Planner:
             return None, f"{node.name} stays: {reason}"
         return node.name, ""
 
-    def _check_values(self, candidate: Candidate, decision: Decision) -> str:
+    def _check_values(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> str:
         """Raise for NaN; return a reason to leave the layer where r or r lam cannot hold it."""
-        weight, bias = candidate.read()
         if weight.is_meta:
             return ""
         for key, tensor in (("weight", weight), ("bias", bias)):
@@ -369,9 +391,8 @@ class _Planner:
             return decision.notes[0] if decision.notes else "no BatchNorm follows it"
         return ""
 
-    def _add_facts(self, candidate: Candidate, decision: Decision) -> Decision:
+    def _add_facts(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> Decision:
         """Add a layer's number of parameters, and what is worth knowing about them."""
-        weight, bias = candidate.read()
         notes = list(decision.notes)
         if not weight.is_meta:
             is_zero = ~weight.flatten(1).any(dim=1)

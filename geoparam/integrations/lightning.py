@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 
 from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.step_hooks import retract
@@ -13,6 +14,7 @@ class TrackBoundaries(Callback):
 
     Args:
         module: Name of the submodule to track; the LightningModule itself by default.
+        log: Whether the summary goes to the Trainer's loggers, under the tags quantity/layer.
         options: Those of `BoundaryTracker`. Without a probe or example_inputs, the module's
             `example_input_array` is used, or the first batch that the tracked module is called
             with; a LightningModule whose training_step does not call `self(...)` needs one.
@@ -21,8 +23,8 @@ class TrackBoundaries(Callback):
         tracker: The tracker, once fitting has begun; `tracker.history` has the records.
     """
 
-    def __init__(self, module: str = "", **options: Any) -> None:
-        self.module = module
+    def __init__(self, module: str = "", log: bool = False, **options: Any) -> None:
+        self.module, self.log = module, log
         self.options = options
         self.tracker: BoundaryTracker | None = None
         self._seen = 0
@@ -39,6 +41,8 @@ class TrackBoundaries(Callback):
             options.setdefault("example_inputs", example)
         if self._state is not None:
             options["resume"] = True
+        if self.log:
+            options["log"] = _Loggers(trainer.loggers)
         self.tracker = BoundaryTracker(pl_module.get_submodule(self.module), **options)
         if self._state is not None:
             self.tracker.load_state_dict(self._state)
@@ -58,6 +62,17 @@ class TrackBoundaries(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict or None
+
+
+class _Loggers:
+    """All loggers of a Trainer, as one."""
+
+    def __init__(self, loggers: list[Logger]) -> None:
+        self.loggers = loggers
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=step)
 
 
 class Retract(Callback):

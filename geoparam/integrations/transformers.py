@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.inspection import full_tensor
@@ -28,6 +28,8 @@ class TrackBoundaries(TrainerCallback):
     Args:
         name: Of the state's file in a checkpoint; two callbacks need two names.
         checkpoint: Folder of the checkpoint that is resumed, if it is not in `output_dir`.
+        log: The Trainer whose `log` gets the summary, under the tags quantity/layer:
+            `trainer.add_callback(TrackBoundaries(log=trainer))`.
         options: Those of `BoundaryTracker`, such as `every`, `probe`, `file`.
 
     Attributes:
@@ -35,9 +37,15 @@ class TrackBoundaries(TrainerCallback):
     """
 
     def __init__(
-        self, name: str = "boundaries", checkpoint: str | Path | None = None, **options: Any
+        self,
+        name: str = "boundaries",
+        checkpoint: str | Path | None = None,
+        log: Trainer | None = None,
+        **options: Any,
     ) -> None:
         self.file, self.checkpoint, self.options = f"{name}.pt", checkpoint, options
+        if log is not None:
+            self.options["log"] = _TrainerLog(log)
         self.tracker: BoundaryTracker | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -71,6 +79,19 @@ class TrackBoundaries(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:
             self.tracker.close()
+
+
+class _TrainerLog:
+    """Trainer's log; what Trainer itself is about to log is still logged."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        control = self.trainer.control
+        should_log = control.should_log
+        self.trainer.log(metrics)  # it counts as done what was to be logged in this step
+        control.should_log = should_log
 
 
 class Geometric:

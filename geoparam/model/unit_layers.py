@@ -151,6 +151,13 @@ def is_plain_layer(module: nn.Module) -> bool:
     return bool(bases) and computes_as(module, bases[0])
 
 
+def find_channel(layer: nn.Module) -> int:
+    """Return where a layer's inputs and outputs have their channels, from the end."""
+    kernel = getattr(layer, "kernel_size", ())
+    positions = len(kernel) if isinstance(kernel, tuple) else 0
+    return -1 - positions
+
+
 def _find_stacks(module: nn.Module, name: str, stacks: "_Named") -> Iterator[Entry]:
     """Yield the parameters of a module that the user names as stacked experts."""
     for key, parameter in module._parameters.items():

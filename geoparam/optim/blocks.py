@@ -30,9 +30,6 @@ from geoparam.optim.inner import FULL_PRECISION, Slot, State
 from geoparam.optim.sharding import find_offset, find_process_group, shard_like
 from geoparam.optim.units import Unit
 
-# Rate of r in layers that begin as zeros, over that of others; without and with `turn`. Measured:
-# docs/optimizer.md.
-ZERO_START_PACE = {False: 3.0, True: 10.0}
 SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
 
@@ -191,8 +188,10 @@ class Block:
         for m, value, grad in zip(self.members, *parts, strict=True):
             if not m.unit.is_fixed:
                 slot = Slot("r", m.state, m.group + 1, m.shard(value), m.shard(grad))
-                if not m.state["length"].any():  # a layer of zeros has far to grow
-                    slot.pace = ZERO_START_PACE[self.turns]
+                if not m.state["length"].any():
+                    # A layer of zeros has far to grow: under Adam a plain row's length steps by
+                    # sqrt(n) lr, and r by lr.
+                    slot.pace = math.sqrt(m.unit.fan_in)
                 self.slots.append(slot)
         self.results.append((self.stored_r, self.r))
 

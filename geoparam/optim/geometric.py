@@ -308,6 +308,12 @@ class GeometricOptimizer(Optimizer):
         self._build_inner()
         self._build_results()
         self._fingerprint = self._find_fingerprint()
+        if not any(p.grad is not None for _, _, p in self._list_params()):
+            warnings.warn(
+                "no parameter of this optimizer has a gradient: was the model sharded, or its "
+                "parameters replaced, after the optimizer was built?",
+                stacklevel=7,
+            )
 
     def _find_fingerprint(self) -> list[Any]:
         """Return what changes with a parameter, its memory, its state dict, or a lost gradient."""

@@ -120,7 +120,10 @@ def _name_owner(model: nn.Module, name: str) -> str:
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the first argument is the model, an nn.Module; got {type(model)}.")
+        raise ValueError(
+            f"the first argument is the model, an nn.Module; got {type(model)}. For Trainer's "
+            "optimizer_cls_and_kwargs, give geoparam.integrations.transformers.Geometric."
+        )
     for name, module in model.named_modules():
         if isinstance(module, GmPLayer):
             raise ValueError(

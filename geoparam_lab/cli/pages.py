@@ -1,7 +1,7 @@
 """geoparam table and geoparam report: run folders in, tables or one page out."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from geoparam.storage import printable, refuse_overwrite, replacing
 from geoparam_lab.cli.running import Force, explain_errors
 from geoparam_lab.run_folder import Run
 from geoparam_lab.session import format_command
+from geoparam_lab.tables import tables
 
 Runs = Annotated[
     list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
@@ -26,17 +27,17 @@ def table(
     force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
-    from geoparam_lab.tables import tables
-
     with explain_errors():
         if out is not None:
             refuse_overwrite(out, force)
-        text = tables.export(open_runs(runs), baseline)
+        readable, problems = open_runs(runs)
+        text = tables.export(readable, baseline)
         if out is None:
             print(printable(text))
         else:
             with replacing(out) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
+        _name_left_out(problems)
 
 
 def report(
@@ -49,15 +50,36 @@ def report(
 
     with explain_errors():
         refuse_overwrite(out, force, pages.MARK)
-        path = pages.write(open_runs(runs), out, format_command(sys.argv))
+        readable, problems = open_runs(runs)
+        path = pages.write(readable, out, format_command(sys.argv))
         print(f"The page is {path}")
+        _name_left_out(problems)
 
 
-def open_runs(folders: Iterable[Path]) -> list[Run]:
-    """Return the runs in these folders; one that holds none stands for the folders in it."""
-    found = []
+def open_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs in these folders, and what is wrong with those that cannot be read.
+
+    A folder that holds no run stands for the folders in it. If no run can be read, the first
+    problem is raised.
+    """
+    readable, problems = [], []
     for folder in folders:
         inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        alone = (folder / "config.json").exists() or not inside
-        found += [Run.open(each) for each in ([folder] if alone else inside)]
-    return found
+        is_run = (folder / "config.json").exists() or not inside
+        for each in [folder] if is_run else inside:
+            try:
+                run = Run.open(each)
+                tables.check(run)
+                readable.append(run)
+            except (ValueError, OSError) as error:
+                problems.append(error)
+    if problems and not readable:
+        raise problems[0]
+    return readable, list(map(str, problems))
+
+
+def _name_left_out(problems: Sequence[str]) -> None:
+    """End with the reasons why some of the runs are not shown."""
+    if problems:
+        lines = [f"Left out: {problem}" for problem in problems]
+        raise SystemExit(printable("\n".join(lines)))

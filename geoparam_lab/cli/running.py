@@ -1,6 +1,7 @@
 """What every long command shares: a bar with the time left, errors in words, Ctrl-C."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,10 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
     """Print what went wrong without a traceback; after Ctrl-C, how to go on with `out`."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `geoparam table | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         message = "\nInterrupted."
         if out is not None:
@@ -67,15 +72,15 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
         raise SystemExit(printable(f"{error}")) from error
 
 
-def read_list(text: str, kind: Callable[[str], Any] = str) -> list[Any]:
-    """Return the values between commas.
+def read_list(option: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:
+    """Return the values between commas that an option was given.
 
     Example:
-        >>> read_list("sp, gmp,"), read_list("256,1024", int)
+        >>> read_list("--methods", "sp, gmp,"), read_list("--widths", "256,1024", int)
         (['sp', 'gmp'], [256, 1024])
     """
     try:
         return [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError as error:
         what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"an option needs {what} between commas; got {text!r}.") from error
+        raise ValueError(f"{option} needs {what} between commas; got {text!r}.") from error

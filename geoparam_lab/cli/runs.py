@@ -29,15 +29,16 @@ class Reader(NamedTuple):
     """How an option is typed, and how what was typed becomes the argument."""
 
     kind: Any
-    read: Callable[[Any], Any]
+    read: Callable[[str, Any], Any]  # takes the option's name, for errors, and what was typed
 
 
 def make_application() -> typer.Typer:
     """Return the commands."""
-    found = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
+    application = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
     for experiment in EXPERIMENTS.values():
-        found.command(experiment.name, help=experiment.summary)(make_command(experiment))
-    return found
+        add = application.command(experiment.name, help=experiment.summary)
+        add(make_command(experiment))
+    return application
 
 
 def make_command(experiment: Experiment) -> Callable[..., None]:
@@ -47,8 +48,12 @@ def make_command(experiment: Experiment) -> Callable[..., None]:
 
     def command(out: Path, **given: Any) -> None:
         with explain_errors(out):
-            typed = {name: value for name, value in given.items() if value is not None}
-            run(experiment, out, {name: options[name][1].read(typed[name]) for name in typed})
+            arguments = {}
+            for name, typed in given.items():
+                if typed is not None:
+                    _, reader = options[name]
+                    arguments[name] = reader.read(_make_flag(name), typed)
+            run(experiment, out, arguments)
 
     folder = inspect.Parameter(
         "out",
@@ -62,12 +67,16 @@ def make_command(experiment: Experiment) -> Callable[..., None]:
     return command
 
 
+def _make_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> inspect.Parameter:
-    default, name = parameter.default, f"--{parameter.name.replace('_', '-')}"
+    default = parameter.default
     if isinstance(default, (list, tuple)):
         default = ",".join(map(str, default)) or None
     required = default is parameter.empty
-    option = Option(name, help=text, show_default=not required)
+    option = Option(_make_flag(parameter.name), help=text, show_default=not required)
     kind = reader.kind if required or reader.kind is bool else reader.kind | None
     return parameter.replace(
         kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
@@ -77,14 +86,15 @@ def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> ins
 def find_options(experiment: Experiment) -> Iterator[tuple[inspect.Parameter, Reader]]:
     """Yield the arguments of an experiment's `run` and the fields of its settings as options."""
     assert experiment.run is not None
-    own = inspect.signature(experiment.run).parameters
-    found = [each for name, each in own.items() if name not in _INTERNAL]
+    arguments = inspect.signature(experiment.run).parameters
+    parameters = [each for name, each in arguments.items() if name not in _INTERNAL]
     if experiment.settings is not None:
         hints = typing.get_type_hints(experiment.settings)
-        for name, parameter in inspect.signature(experiment.settings).parameters.items():
-            if name not in own and parameter.default is not parameter.empty:
-                found.append(parameter.replace(annotation=hints[name]))
-    for parameter in found:
+        for name, field in inspect.signature(experiment.settings).parameters.items():
+            if name not in arguments and field.default is not field.empty:
+                parameters.append(field.replace(annotation=hints[name]))
+
+    for parameter in parameters:
         reader = find_reader(parameter.annotation)
         if reader is not None and parameter.kind is not parameter.VAR_KEYWORD:
             yield parameter, reader
@@ -94,30 +104,30 @@ def find_reader(annotation: Any) -> Reader | None:
     """Return how an argument of this type is read; None where no option can give it.
 
     Example:
-        >>> find_reader(Sequence[float]).read("0.01,0.1"), find_reader(int | None).read(3)
-        ([0.01, 0.1], 3)
+        >>> find_reader(Sequence[float]).read("--lrs", "0.01,0.1")
+        [0.01, 0.1]
     """
     union = get_origin(annotation) in (types.UnionType, typing.Union)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     kinds = kinds if union else [annotation]
     kind = Path if Path in kinds else kinds[0]
     if kind in _PLAIN or kind == list[str]:
-        return Reader(kind, lambda value: value)
+        return Reader(kind, lambda option, value: value)
     if get_origin(kind) in (Sequence, tuple):
-        return Reader(str, lambda text: read_list(text, get_args(kind)[0]))
+        return Reader(str, lambda option, text: read_list(option, text, get_args(kind)[0]))
     return None
 
 
 def read_help(experiment: Experiment) -> dict[str, str]:
     """Return the help of each option, from the docstrings' Args."""
-    found = {"resume": "Go on with the run in the folder."}
+    texts = {"resume": "Go on with the run in the folder."}
     function = getattr(experiment.run, "func", experiment.run)
     for source in (experiment.settings, function):
         text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]
-        for name, said in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
-            said = " ".join(said.replace("`", "").split())
-            found[name] = said[:1].upper() + said[1:]
-    return found
+        for name, words in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
+            sentence = " ".join(words.replace("`", "").split())
+            texts[name] = sentence[:1].upper() + sentence[1:]
+    return texts
 
 
 def run(experiment: Experiment, out: Path, options: dict[str, Any]) -> None:

@@ -63,8 +63,8 @@ class ImageFolders(Source):
             raise ValueError(f"size is that of the crops, at least 8; got {size}.")
         self._augment, self._crop_middle = _make_transforms(size)
         if workers is None:  # torchrun says how many processes share the cores
-            own = count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            workers = max(1, min(_MOST_WORKERS, own))
+            cores = count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            workers = max(1, min(_MOST_WORKERS, cores))
         self.workers = workers
         train, classes = _list_images(Path(folder, "train"))
         val, val_classes = _list_images(Path(folder, "val"))
@@ -209,9 +209,10 @@ def _list_images(folder: Path) -> tuple[_Listing, list[str]]:
             f"{folder} is not there: the data folder has the folders train and val, with a folder "
             "of images for each class."
         )
-    found = ImageFolder(str(folder))
-    paths = np.array([os.fsencode(path) for path, _ in found.samples])
-    return _Listing(paths, np.array(found.targets, dtype=np.int64)), found.classes
+    listed = ImageFolder(str(folder))
+    paths = np.array([os.fsencode(path) for path, _ in listed.samples])
+    labels = np.array(listed.targets, dtype=np.int64)
+    return _Listing(paths, labels), listed.classes
 
 
 def _checksum(folder: Path, *splits: _Listing) -> str:

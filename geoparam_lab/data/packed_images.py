@@ -138,7 +138,7 @@ def _list_training_files(folder: Path) -> list[Path]:
         raise FileNotFoundError(f"the data folder is not there: {folder}. Correct its name.")
     matches = (_TRAIN.fullmatch(path.name) for path in folder.iterdir())
     numbers = sorted(int(match[1]) for match in matches if match)
-    missing = next((n for n, found in enumerate(numbers, start=1) if n != found), None)
+    missing = next((n for n, number in enumerate(numbers, start=1) if n != number), None)
     if missing is not None or not numbers:
         name = f"train_data_batch_{missing or 1}.npz"
         raise FileNotFoundError(f"{folder / name} is missing. {_ADVICE}")
@@ -150,16 +150,17 @@ def _read_split(paths: Sequence[Path], size: int, digest: Any) -> Split:
     labels = [_read_labels(path) for path in paths]
     images = torch.empty(sum(map(len, labels)), size, size, 3, dtype=torch.uint8)
     start = 0
-    for path, own in zip(paths, labels, strict=True):
+    for path, of_file in zip(paths, labels, strict=True):
         data = np.ascontiguousarray(_read_array(path, "data"))
-        if data.dtype != np.uint8 or data.shape != (len(own), 3 * size**2):
+        expected = (len(of_file), 3 * size**2)
+        if data.dtype != np.uint8 or data.shape != expected:
             raise ValueError(
-                f"{path} has data of shape {data.shape} and type {data.dtype}, where {len(own)} "
-                f"labels and images of {size}x{size} ask for {(len(own), 3 * size**2)} and uint8. "
+                f"{path} has data of shape {data.shape} and type {data.dtype}, where "
+                f"{expected[0]} labels and images of {size}x{size} ask for {expected} and uint8. "
                 f"Name the right size, or {_ADVICE[0].lower()}{_ADVICE[1:]}"
             )
         digest.update(data)
-        digest.update(own)
+        digest.update(of_file)
         channels_first = torch.from_numpy(data).view(-1, 3, size, size)
         images[start : start + len(data)] = channels_first.permute(0, 2, 3, 1)
         start += len(data)

@@ -146,11 +146,11 @@ def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:
             names = archive.namelist()
             if "xl/workbook.xml" in names:
                 return _stack_rows(_read_xlsx(archive))
-            found = [name for name in names if PurePosixPath(name).name in wanted]
-            if not found:
+            matches = [name for name in names if PurePosixPath(name).name in wanted]
+            if not matches:
                 held = f"none of {', '.join(sorted(wanted))}, only {list_few(names)}"
                 raise ValueError(f"it holds {held}")
-            content = archive.read(found[0])
+            content = archive.read(matches[0])
     if content.startswith(b"\xd0\xcf\x11\xe0"):
         return _stack_rows(_read_xls(content))
     return _stack_rows(_read_text(content.decode("utf-8-sig", errors="replace")))

@@ -2,13 +2,11 @@
 
 from geoparam_lab.experiments import (
     banana,
-    claims,
     images,
     levy,
     perturbation,
     text,
     uci,
-    width,
 )
 from geoparam_lab.experiments.experiment import Experiment
 
@@ -19,8 +17,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         banana.EXPERIMENT,
         perturbation.EXPERIMENT,
         uci.EXPERIMENT,
-        width.EXPERIMENT,
-        claims.EXPERIMENT,
         images.IMAGENET32,
         images.IMAGENET,
         text.TEXT,

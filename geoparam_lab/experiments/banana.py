@@ -70,10 +70,10 @@ class Options:
 def load(options: Options) -> tuple[Banana, Record]:
     """Return the points, and which they are."""
     check_names("protocol", splits.PROTOCOLS, options.protocol)
-    found = points.load(options.data, options.source)
+    loaded = points.load(options.data, options.source)
     if options.protocol == "paper":
-        return found, {"source": found.source}
-    return hold_out(found), {"source": found.source, "protocol": options.protocol}
+        return loaded, {"source": loaded.source}
+    return hold_out(loaded), {"source": loaded.source, "protocol": options.protocol}
 
 
 def hold_out(data: Banana) -> Banana:
@@ -177,8 +177,8 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames = {name: name for name in ("score", "direction", "distance")}
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
-    return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
+    loaded = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    return loaded | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
 def _finding(run: Run) -> str:

@@ -24,9 +24,9 @@ def choose_best(
         lowest: whether a low mean is good.
     """
     chosen: list[Record] = []
-    for own in group_records(records, *fields).values():
+    for group in group_records(records, *fields).values():
         settings: dict[tuple[float, str], dict[int, Record]] = {}
-        for record in own:
+        for record in group:
             at = record["lr"], record.get("tuned", "")
             settings.setdefault(at, {})[record["seed"]] = record
         most = max(map(len, settings.values()))

@@ -73,14 +73,14 @@ def _draw_curves(
     for row, (curve, label) in zip(axes, rows.items(), strict=True):
         for ax, batch in zip(row, batches, strict=True):
             # Every title, so that styles and legend are the same on all axes.
-            found: dict[str, list[Array]] = {title: [] for title in titles}
+            by_title: dict[str, list[Array]] = {title: [] for title in titles}
             for record in (record for record in records if record["batch_size"] == batch):
                 values = curves[record["name"]][curve].astype(float)
                 lacking = (0, epochs - len(values))
                 padded = np.pad(values, lacking, constant_values=np.nan)
-                found[methods.title(record["method"])].append(padded)
+                by_title[methods.title(record["method"])].append(padded)
             nothing = [np.full(epochs, np.nan)]
-            lines = {title: np.stack(own or nothing) for title, own in found.items()}
+            lines = {title: np.stack(each or nothing) for title, each in by_title.items()}
             ax.sharey(row[0])
             draw_means(ax, lines)
             ax.set(xlabel="epoch", ylabel=label if ax is row[0] else "")

@@ -202,7 +202,7 @@ def _check_options(
     check_names("network", networks.NETWORKS, network)
     chosen = all_methods.check_methods(PAPERS_METHODS[experiment] if names is None else names)
     if not batch_sizes:
-        raise ValueError("batch_sizes must be some; got none.")
+        raise ValueError("batch_sizes must not be empty.")
     unknown = [name for name in settings if name not in COMMON]
     if unknown:
         raise ValueError(f"settings are {', '.join(COMMON)}; got {', '.join(unknown)}.")
@@ -238,7 +238,7 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
     return accelerator
 
 
-def _make_experiment(name: str, **own: Any) -> Experiment:
+def _make_experiment(name: str, **fields: Any) -> Experiment:
     return Experiment(
         name=name,
         settings=Settings,
@@ -248,7 +248,7 @@ def _make_experiment(name: str, **own: Any) -> Experiment:
         mismatch=functools.partial(image_text.explain_mismatch, name),
         remarks=image_text.remark,
         choose=image_text.choose_shown,
-        **own,
+        **fields,
     )
 
 

@@ -161,9 +161,11 @@ _FOUND = (
 
 
 def _limits(run: Run) -> str:
-    own = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
-    good = sum(error < GOOD for error in own)
-    here = f" GmP fits well in {good} of {len(own)} seeds (test RMSE below {GOOD})." if own else ""
+    errors = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
+    good = sum(error < GOOD for error in errors)
+    here = ""
+    if errors:
+        here = f" GmP fits well in {good} of {len(errors)} seeds (test RMSE below {GOOD})."
     return (
         f"Levy:{here} The papers' schedule may cut GmP's rate too early. See results/README.md "
         "for what 20 seeds gave, and 20 draws of the points."

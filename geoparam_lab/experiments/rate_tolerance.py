@@ -50,32 +50,36 @@ class Tolerance:
 
 def measure_tolerance(records: Iterable[Record], measure: Measure) -> dict[str, Tolerance]:
     """Return the tolerance of each method, from one record for each rate and seed or split."""
-    records, found = list(records), {}
-    lrs, values = (np.array([r[name] for r in records], float) for name in ("lr", measure.name))
-    errors = 1 - values if measure.better == "higher" else values
+    records = list(records)
+    lrs = np.array([record["lr"] for record in records], float)
+    errors = np.array([record[measure.name] for record in records], float)
+    if measure.better == "higher":
+        errors = 1 - errors
     errors = np.where(np.isfinite(errors), errors, np.inf)
     failed = np.isinf(errors) | (errors > FAILED * np.median(errors))
+
+    tolerances = {}
     for method in dict.fromkeys(record["method"] for record in records):
-        own = np.array([record["method"] == method for record in records])
-        rates = np.unique(lrs[own])
-        medians = np.array([np.median(errors[own & (lrs == rate)]) for rate in rates])
-        found[method] = Tolerance(rates, medians, float(failed[own].mean()))
-    return found
+        is_method = np.array([record["method"] == method for record in records])
+        rates = np.unique(lrs[is_method])
+        medians = np.array([np.median(errors[is_method & (lrs == rate)]) for rate in rates])
+        tolerances[method] = Tolerance(rates, medians, float(failed[is_method].mean()))
+    return tolerances
 
 
 def describe_tolerance(panels: Panels) -> str:
     """Return in a sentence how wide the plateaus are, and how many networks fail."""
-    names = list(next(iter(panels.values())))
-    widths = {
-        n: math.exp(np.mean([math.log(own[n].width) for own in panels.values()])) for n in names
-    }
-    failed = {n: float(np.mean([own[n].failed for own in panels.values()])) for n in names}
-    said = [f"{methods.title(n)} {widths[n]:.2g} ({failed[n]:.0%})" for n in names]
+    phrases = []
+    for name in next(iter(panels.values())):
+        tolerances = [panel[name] for panel in panels.values()]
+        width = math.exp(np.mean([math.log(each.width) for each in tolerances]))
+        failed = float(np.mean([each.failed for each in tolerances]))
+        phrases.append(f"{methods.title(name)} {width:.2g} ({failed:.0%})")
     over = ", the geometric mean over data sets" if len(panels) > 1 else ""
     return (
         "Highest over lowest rate whose median error is within 10 % of the best one's"
         f"{over}, and in brackets the share of networks that fail over all rates (an error that "
-        f"is not finite, or more than twice the median of all): {list_in_words(said)}."
+        f"is not finite, or more than twice the median of all): {list_in_words(phrases)}."
     )
 
 
@@ -83,7 +87,7 @@ def draw_rates(run: Run, records: Mapping[str, Iterable[Record]], measure: Measu
     """Return a run's figure over its rates, if there are enough; `records` are by panel title."""
     if len(run.config["lrs"]) < FEWEST:
         return {}
-    panels = {title: measure_tolerance(own, measure) for title, own in records.items()}
+    panels = {title: measure_tolerance(each, measure) for title, each in records.items()}
     label = "median test error" if measure.better == "higher" else f"median {measure.title}"
     return {"rates": (lambda: draw_tolerance(panels, label), describe_tolerance(panels))}
 
@@ -94,19 +98,19 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
 
     wide = min(len(panels), 4)
     deep = -(-len(panels) // wide)
-    lines = max(len(own) for own in panels.values())  # of the legend
+    lines = max(len(panel) for panel in panels.values())  # of the legend
     size = 2.0 + 3.6 * wide, max(3.6 * deep, 0.6 + 0.3 * lines)
     figure, axes = plots.new_figure(deep, wide, size=size)
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
-    for ax, (title, own) in zip(axes.flat, panels.items(), strict=False):
-        styles = plots.curve_styles([methods.title(name) for name in own])
-        for style, one in zip(styles, own.values(), strict=True):
+    for ax, (title, panel) in zip(axes.flat, panels.items(), strict=False):
+        styles = plots.curve_styles([methods.title(name) for name in panel])
+        for style, one in zip(styles, panel.values(), strict=True):
             inside = np.isin(one.rates, one.plateau)
             ax.plot(one.rates, one.medians, **style.line, label=style.title)
             ax.plot(one.rates[inside], one.medians[inside], "o", color=style.colour, ms=5)
         ax.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=label)
-        best = min(one.medians.min() for one in own.values())
+        best = min(one.medians.min() for one in panel.values())
         ax.set_ylim(0.8 * best, min(ax.get_ylim()[1], HIGHEST * best))
         ax.set_title(title, loc="left")
     plots.legend_beside(axes[0, wide - 1])

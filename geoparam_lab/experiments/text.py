@@ -181,8 +181,8 @@ def _load_once(*arguments: Any) -> Text:
 
 def find_defaults(settings: type[TextSettings]) -> Record:
     """Return the settings that all runs of a sweep share, with their defaults."""
-    own = fields(settings)
-    return {field.name: field.default for field in own if field.default is not MISSING}
+    known = fields(settings)
+    return {field.name: field.default for field in known if field.default is not MISSING}
 
 
 def _make_config(experiment: str, axes: Record, settings: Record) -> Record:
@@ -254,7 +254,7 @@ _LAYOUTS = (
 _PUBLISHED = "nanoGPT's README has 1.4697, the lowest loss at a mark, for AdamW in this setting."
 
 
-def _make_experiment(name: str, **own: Any) -> Experiment:
+def _make_experiment(name: str, **fields: Any) -> Experiment:
     return Experiment(
         name=name,
         settings=_SETTINGS[name],
@@ -262,7 +262,7 @@ def _make_experiment(name: str, **own: Any) -> Experiment:
         rates={},
         choose=text_results.find_for_tables,
         finding=text_results.describe,
-        **own,
+        **fields,
     )
 
 

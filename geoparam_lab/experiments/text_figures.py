@@ -54,7 +54,7 @@ def draw_peaks(panels: dict[str, dict[Size, Losses]]) -> Figure:
         if math.isfinite(loss)
     ]
     if finite:
-        best = [text_results.lowest(each) for own in panels.values() for each in own.values()]
+        best = [text_results.lowest(each) for panel in panels.values() for each in panel.values()]
         top = min(max(finite), np.nanmax(best) + _HIGHEST)
         axes[0, 0].set_ylim(min(finite) - 0.02, top + 0.02)
     legend_beside(axes[0, -1])

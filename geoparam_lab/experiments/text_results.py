@@ -35,14 +35,16 @@ def get_peak(record: Record) -> float:
 
 def measure_peaks(records: Iterable[Record], method: str) -> dict[Size, Losses]:
     """Return a method's validation losses by size and peak, means over seeds; diverged: NaN."""
-    own = [record | {"peak": get_peak(record)} for record in records if record["method"] == method]
-    best = choose_best(own, "val_loss", [*SIZES, "peak"], lowest=True)
-    found: dict[Size, Losses] = {}
+    tried = [
+        record | {"peak": get_peak(record)} for record in records if record["method"] == method
+    ]
+    best = choose_best(tried, "val_loss", [*SIZES, "peak"], lowest=True)
+    by_size: dict[Size, Losses] = {}
     for key, same in sorted(group_records(best, *SIZES, "peak").items()):
         *size, peak = key
         losses = [record["val_loss"] for record in same]
-        found.setdefault(tuple(size), {})[peak] = float(np.mean(losses))
-    return found
+        by_size.setdefault(tuple(size), {})[peak] = float(np.mean(losses))
+    return by_size
 
 
 def find_common(by_size: Mapping[Size, Losses]) -> Common | None:

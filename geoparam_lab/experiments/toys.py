@@ -124,7 +124,7 @@ def run(
     resume: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
-    **own: Any,
+    **data_options: Any,
 ) -> Run:
     """Train all methods from several seeds; write records, curves and figures to a folder.
 
@@ -133,12 +133,12 @@ def run(
         methods: names of `methods.METHODS`.
         seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
         lrs: learning rates, each for every method.
-        epochs: the most there are.
+        epochs: maximum number of epochs.
         patience: epochs without a better result before the rate falls; twice that to stop.
         folds: choose the rate of each method and seed by cross-validation with so many folds of
             the training points; 0 to show all rates.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
-        own: the experiment's own options, about its data.
+        data_options: the experiment's own options, about its data.
     """
     import geoparam_lab.plots  # noqa: F401  fails now, not after training, without it
 
@@ -146,25 +146,34 @@ def run(
     check_counts(seeds=seeds, epochs=epochs, patience=patience, jobs=jobs)
     if any(methods_table.get(name).order for name in chosen):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
-    config: Record = {"methods": chosen, "seeds": seeds, "lrs": rates}
-    config |= {"epochs": epochs, "patience": patience} | ({"folds": folds} if folds else {})
-    data, source = toy.load(toy.options(**own))
+    config: Record = {
+        "methods": chosen,
+        "seeds": seeds,
+        "lrs": rates,
+        "epochs": epochs,
+        "patience": patience,
+    }
+    if folds:
+        config["folds"] = folds
+
+    data, source = toy.load(toy.options(**data_options))
     problem = toy.make_problem(data, epochs, patience)
     if folds:
         check_folds(folds, problem.data[0].shape[-2])
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
-    options: Record = {"resume": resume, "may_change": may_change}
-    done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
-    work = functools.partial(_train_stack, toy, data, problem, folds)
-    stacks = list_stacks(done.config)
-    count = sum(len(stack.keys) for stack in stacks)
-    session = Session(done, work, count, jobs, progress)
-    session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
-    over_rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
-    save_figures(done, toy.draw(done, data) | over_rates, progress)
-    if arrays := toy.film(done, data):
-        done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
-    return done
+    options: Record = {"key": Member._fields, "resume": resume, "may_change": may_change}
+    with Run.create(out, toy.name, config | source, command, **options) as folder:
+        stacks = list_stacks(folder.config)
+        count = sum(len(stack.keys) for stack in stacks)
+        work = functools.partial(_train_stack, toy, data, problem, folds)
+        session = Session(folder, work, count, jobs, progress)
+        session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
+
+        over_rates = draw_rates(folder, {toy.name.capitalize(): folder.records()}, toy.measure)
+        save_figures(folder, toy.draw(folder, data) | over_rates, progress)
+        if arrays := toy.film(folder, data):
+            folder.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
+    return folder
 
 
 def train(
@@ -180,9 +189,9 @@ def train(
 
 def _train(problem: Problem, members: Sequence[Member], **options: Any) -> Result:
     models = [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
-    (method, *_), rates, seeds = zip(*members, strict=True)
-    own = methods_table.get(method)
-    protocol = replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr)
+    names, rates, seeds = zip(*members, strict=True)
+    method = methods_table.get(names[0])
+    protocol = replace(problem.protocol, decay=method.decay, angle_lr=method.angle_lr)
     data, judge = problem.select(seeds), problem.evaluation
     return stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
 
@@ -191,11 +200,11 @@ def list_stacks(config: Config) -> list[Task]:
     """Return the stacks of a run."""
     seeds = range(config["seeds"])
     blocks = [seeds[first : first + BLOCK] for first in seeds[::BLOCK]]
-    found = []
+    stacks = []
     for method, block in itertools.product(config["methods"], blocks):
         members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
-        found.append(Task(methods_table.title(method), members))
-    return found
+        stacks.append(Task(methods_table.title(method), members))
+    return stacks
 
 
 def _train_stack(
@@ -223,15 +232,22 @@ def choose_rates(
 
     Each seed takes its rate with the lowest mean error over the folds; of equal ones the lowest.
     """
-    seeds, total = [member.seed for member in members], np.zeros(len(members))
+    seeds = [member.seed for member in members]
+    total = np.zeros(len(members))
     for fold in range(folds):
         part, left_out = problem.divide(fold, folds)
         x, y = left_out.select(seeds)
         errors = find_errors(_train(part, members).predict(x), y)
         total += np.where(np.isfinite(errors), errors, np.inf)
-    found = dict(zip(members, (total / folds).tolist(), strict=True))
-    best = {m.seed: min((e, k.lr) for k, e in found.items() if k.seed == m.seed) for m in members}
-    return [{"cv_error": e, "chosen": best[m.seed] == (e, m.lr)} for m, e in found.items()]
+
+    means = (total / folds).tolist()
+    best: dict[int, tuple[float, float]] = {}  # the lowest error of each seed, and its rate
+    for member, mean in zip(members, means, strict=True):
+        best[member.seed] = min(best.get(member.seed, (math.inf, math.inf)), (mean, member.lr))
+    return [
+        {"cv_error": mean, "chosen": best[member.seed] == (mean, member.lr)}
+        for member, mean in zip(members, means, strict=True)
+    ]
 
 
 def remark_on_rates(config: Config) -> Iterable[str]:
@@ -302,14 +318,15 @@ def compare_gmp_with_sp(
     """Return a text with the median results {gmp} and {sp}, and the largest motions {gmp_most} and
     {sp_most}; empty where one is missing.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for method in ("gmp", "sp"):
-        own = find_records(run, method, lr)
-        results = [r[measure] for r in own if math.isfinite(r[measure])]
+        records = find_records(run, method, lr)
+        results = [r[measure] for r in records if math.isfinite(r[measure])]
         if not results:
             return ""
-        found |= {method: np.median(results), f"{method}_most": max(r[motion] for r in own)}
-    return text.format(**found)
+        numbers[method] = float(np.median(results))
+        numbers[f"{method}_most"] = max(record[motion] for record in records)
+    return text.format(**numbers)
 
 
 def find_median_seed(records: Iterable[Record], measure: str) -> int:
@@ -327,12 +344,12 @@ def find_median_seed(records: Iterable[Record], measure: str) -> int:
 
 def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
     """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
-    found = {}
+    medians = {}
     for method in run.config["methods"]:
         rate = lr or find_papers_lr(method, run.config["lrs"])
         seed = find_median_seed(find_records(run, method, rate), measure)
-        found[method] = run.curves(Member(method, rate, seed).name)
-    return found
+        medians[method] = run.curves(Member(method, rate, seed).name)
+    return medians
 
 
 def film_seeds(
@@ -345,25 +362,23 @@ def film_seeds(
     frames, the methods' titles, the seeds, and the place of each method's median seed among them.
     """
     config = run.config
-    own = {method: find_records(run, method) for method in config["methods"]}
-    medians = [find_median_seed(records, measure) for records in own.values()]
+    names = config["methods"]
+    medians = [find_median_seed(find_records(run, name), measure) for name in names]
     others = [seed for seed in range(config["seeds"]) if seed not in medians]
     seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
-    films = [
-        run.curves(Member(method, find_papers_lr(method, config["lrs"]), seed).name)
-        for seed in seeds
-        for method in own
-    ]
+    rates = {name: find_papers_lr(name, config["lrs"]) for name in names}
+    films = [run.curves(Member(name, rates[name], seed).name) for seed in seeds for name in names]
+
     aligned = snapshots.align(films, [*frames.values()])
     steps = aligned["steps"]
-    found = {name: aligned[kept] for name, kept in frames.items()}
-    found[motion] = np.array(
+    shown = {name: aligned[kept] for name, kept in frames.items()}
+    shown[motion] = np.array(
         [snapshots.find_largest_since(film[motion], steps, per_epoch) for film in films]
     )
-    shape = (len(seeds), len(own))
-    return {name: array.reshape(*shape, *array.shape[1:]) for name, array in found.items()} | {
+    shape = (len(seeds), len(names))
+    return {name: array.reshape(*shape, *array.shape[1:]) for name, array in shown.items()} | {
         "steps": steps,
-        "methods": np.array([methods_table.title(name) for name in own]),
+        "methods": np.array([methods_table.title(name) for name in names]),
         "seeds": np.array(seeds),
         "median": np.array([seeds.index(seed) for seed in medians]),
     }

@@ -79,23 +79,28 @@ KEY, FOLD_KEY = Member._fields[:-1], Member._fields
 
 def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
     """Return the tasks of a data set at given rates: all under "paper", else the search."""
-    final, found = config["protocol"] == "paper", []
-    folds = [(n + 1,) for n in range(config["folds"])] if config.get("folds") else [()]
+    is_final = config["protocol"] == "paper"
+    folds: list[tuple[int, ...]] = [()]
+    if config.get("folds"):
+        folds = [(fold,) for fold in range(1, config["folds"] + 1)]
+
+    tasks = []
     for method, fold in itertools.product(config["methods"], folds):
         for lr in config["lrs"] or [all_methods.get(method).lr]:
-            ends = (lr, final, *fold)
-            found += _stack([(dataset, method, s, *ends) for s in range(config["seeds"])])
-    return found
+            keys = [(dataset, method, s, lr, is_final, *fold) for s in range(config["seeds"])]
+            tasks += _stack(keys)
+    return tasks
 
 
 def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen, found = choose_rates(r for r in records if r["dataset"] == dataset), []
+    chosen = choose_rates(record for record in records if record["dataset"] == dataset)
     end = (True, 0) if config.get("folds") else (True,)
+    tasks = []
     for method in config["methods"]:
         splits = [(dataset, method, split) for split in range(config["seeds"])]
-        found += _stack([(*split, chosen[split], *end) for split in splits])
-    return found
+        tasks += _stack([(*split, chosen[split], *end) for split in splits])
+    return tasks
 
 
 def _stack(keys: Sequence[tuple[Any, ...]]) -> list[Task]:
@@ -112,17 +117,21 @@ def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]
     rate whose error is not finite on some fold is the last choice.
     """
     errors = sum_folds(records)
-    return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
+    return {key: min(by_rate, key=lambda lr: (by_rate[lr], lr)) for key, by_rate in errors.items()}
 
 
 def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[float, float]]:
     """Return a search's squared validation errors by data set, method and split, then by rate."""
     errors: dict[tuple[str, str, int], dict[float, float]] = {}
     for record in records:
-        if not record.get("chosen", False):
-            own = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
-            error = record["val_rmse"] ** 2 if math.isfinite(record["val_rmse"]) else math.inf
-            own[record["lr"]] = own.get(record["lr"], 0.0) + error
+        if record.get("chosen", False):
+            continue
+        error = math.inf
+        if math.isfinite(record["val_rmse"]):
+            error = record["val_rmse"] ** 2
+        key = (record["dataset"], record["method"], record["split"])
+        by_rate = errors.setdefault(key, {})
+        by_rate[record["lr"]] = by_rate.get(record["lr"], 0.0) + error
     return errors
 
 
@@ -138,20 +147,28 @@ def train(
     x, y = tables[first.dataset]
     order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
+
     widths = (data.x_train.shape[-1], UNITS, 1)
     rows = config.get("batch_size", BATCH_SIZE)
-    schedule: Any = {"epochs": config["epochs"], "patience": PATIENCE}
-    schedule |= {"batch_size": None if rows == FULL else rows}
-    schedule |= {"decay": method.decay, "angle_lr": method.angle_lr}
+    schedule = Protocol(
+        stacked.absolute_error,
+        stacked.squared_error,
+        batch_size=None if rows == FULL else rows,
+        epochs=config["epochs"],
+        patience=PATIENCE,
+        decay=method.decay,
+        angle_lr=method.angle_lr,
+    )
     result = stacked.train(
         [all_methods.mlp(first.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
         [member.lr for member in members],
-        Protocol(stacked.absolute_error, stacked.squared_error, **schedule),
+        schedule,
         (data.x_val, data.y_val),
         seeds=seeds,
         progress=tick,
     )
+
     errors = _find_errors(first.chosen, result, data, protocol)
     records = [
         {
@@ -161,7 +178,7 @@ def train(
             "epochs": int(result.epochs[i]),
             "best_epoch": int(result.best_epoch[i]),
             "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
-            **{name: float(own[i]) for name, own in errors.items()},
+            **{name: float(values[i]) for name, values in errors.items()},
         }
         for i in range(len(seeds))
     ]
@@ -241,8 +258,8 @@ def run(
         )
     known: Any = {"key": FOLD_KEY if protocol == "cv" else KEY, "may_change": _MAY_CHANGE}
     known |= {"defaults": {"batch_size": BATCH_SIZE}}
-    folder = Run.create(out, "uci", config, command, resume=resume, **known)
-    _train_all(folder, loaded, config, jobs=jobs, progress=progress)
+    with Run.create(out, "uci", config, command, resume=resume, **known) as folder:
+        _train_all(folder, loaded, config, jobs=jobs, progress=progress)
     return folder
 
 
@@ -282,9 +299,10 @@ def load(name: str, data: str | Path | None = None) -> Table:
 def _draw_rates(run: Run) -> None:
     """Draw the validation error over the rate."""
     panels: dict[str, list[Record]] = {}
-    for (dataset, method, _), own in sum_folds(run.records()).items():
-        found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
-        panels.setdefault(dataset.capitalize(), []).extend(found)
+    for (dataset, method, _), errors in sum_folds(run.records()).items():
+        panel = panels.setdefault(dataset.capitalize(), [])
+        for lr, error in errors.items():
+            panel.append({"method": method, "lr": lr, "val_rmse": math.sqrt(error)})
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
@@ -293,15 +311,29 @@ def _finding(run: Run) -> str:
     sets = group_records(select_records(run.records(), chosen=True), "dataset")
     best: Counter[str] = Counter()
     for results in sets.values():
-        own = group_records(results, "method")
-        means = {m: float(np.mean([r["test_rmse"] for r in own[m]])) for m in own}
-        finite = [(mean, m) for (m,), mean in means.items() if math.isfinite(mean)]
-        best.update([min(finite, key=lambda one: one[0])[1]] if len(own) > 1 and finite else [])
+        by_method = group_records(results, "method")
+        means = {}
+        for (method,), records in by_method.items():
+            mean = float(np.mean([record["test_rmse"] for record in records]))
+            if math.isfinite(mean):
+                means[method] = mean
+        if len(by_method) > 1 and means:
+            best[min(means, key=means.__getitem__)] += 1
+
     if not best:
         return ""
-    said = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
-    first = f"UCI ({run.config['protocol']} protocol): of {len(sets)} data sets"
-    return f"{first}, the lowest mean test RMSE has {said}."
+    winners = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
+    return (
+        f"UCI ({run.config['protocol']} protocol): of {len(sets)} data sets, the lowest mean test "
+        f"RMSE has {winners}."
+    )
+
+
+def _explain_mismatch(config: Config) -> str:
+    """Say why a run cannot be compared with the papers; empty where it can."""
+    if config.get("protocol", "paper") == "paper":
+        return ""
+    return "The papers' protocol is another"
 
 
 _DECIDED = {
@@ -340,9 +372,7 @@ EXPERIMENT = Experiment(
     layouts=(Layout((RMSE,), {"dataset": "data set"}),),
     papers={"test_rmse": read_table("v2, table 1 (ten splits, at most 5,000 epochs)", _PRINTED)},
     remarks=_remark,
-    mismatch=lambda config: (
-        "The papers' protocol is another" * (config.get("protocol", "paper") != "paper")
-    ),
+    mismatch=_explain_mismatch,
     finding=_finding,
     epochs=EPOCHS,
 )

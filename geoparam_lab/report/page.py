@@ -27,13 +27,14 @@ from geoparam_lab import experiments
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.plots import CYCLE, curve_styles
-from geoparam_lab.run_folder import Run
+from geoparam_lab.run_folder import Run, read_file
 from geoparam_lab.tables import tables
 
 Array = np.ndarray
 
 MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
+LARGEST_FIGURE, LONGEST_CAPTION = 1 << 26, 1 << 16  # in bytes
 PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
 
 
@@ -93,11 +94,12 @@ def unbroken(text: str) -> str:
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
     """Return what experiments say of runs, once each; nothing where a run lacks what it needs."""
-    found = []
+    sentences: dict[str, None] = {}
     for run in runs:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            found.append(what(run))
-    return list(dict.fromkeys(filter(None, found)))
+            if sentence := what(run):
+                sentences[sentence] = None
+    return list(sentences)
 
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _describe(run: Run, number: int) -> dict[str, Any]:
             "about": find_experiment(run).about,
             "slider": _find_slider(run),
             "tables": tables.make_tables(run),
-            "figures": list(map(_read_figure, pictures)),
+            "figures": [_read_figure(run.folder, path) for path in pictures],
             "commands": list_commands(run),
             "facts": describe_run(run),
         }
@@ -127,21 +129,27 @@ def _find_slider(run: Run) -> dict[str, Any] | None:
         return {"curve": curve, "error": str(error)}
 
 
-def _read_figure(path: Path) -> dict[str, Any]:
+def _read_figure(folder: Path, path: Path) -> dict[str, Any]:
     """Return a picture with its caption: the text beside it, or else its name."""
     caption = path.stem.replace("_", " ").replace("-", " ").capitalize()
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip() or caption
+    with contextlib.suppress(OSError, ValueError):
+        text = read_file(folder, f"figures/{path.stem}.txt", LONGEST_CAPTION).decode()
+        caption = text.strip() or caption
     try:
-        content = path.read_bytes()
+        content = read_file(folder, f"figures/{path.name}", LARGEST_FIGURE)
         if content[:8] != b"\x89PNG\r\n\x1a\n" or len(content) < 24:
             raise ValueError("it is not a PNG.")
     except (OSError, ValueError) as error:
         return {"path": path, "error": str(error)}
-    width, height = (round(n * PRINTED) for n in struct.unpack(">II", content[16:24]))
-    data = base64.b64encode(content).decode()
-    size = {"width": width, "height": height}
-    return {"path": path, "error": None, "caption": caption, "data": data, **size}
+    width, height = struct.unpack(">II", content[16:24])
+    return {
+        "path": path,
+        "error": None,
+        "caption": caption,
+        "data": base64.b64encode(content).decode(),
+        "width": round(width * PRINTED),
+        "height": round(height * PRINTED),
+    }
 
 
 _ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
@@ -154,10 +162,12 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """
     about = {name: arrays[name].tolist() for name in _ABOUT}
     styles = curve_styles(about["methods"])
+    dashes = []  # in widths of the line; none for a solid line
+    for style in styles:
+        dashes.append([] if isinstance(style.dash, str) else [2 * n for n in style.dash[1]])
     return about | {
         "colours": [style.colour for style in styles],
-        # in widths of the line; none for a solid line
-        "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
+        "dashes": dashes,
         "units": list(CYCLE),
         "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
     }
@@ -171,12 +181,15 @@ def pack(array: Array) -> dict[str, Any]:
     columns, become differences between frames, since little changes between two.
     """
     if array.dtype == np.uint8:
-        content, kind = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0), "u1"
+        kind = "u1"
+        content = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0)
     else:
-        bits = array.astype("<f4").view("<u4") + np.uint32(0x400) * np.isfinite(array)
-        content, kind = bits & np.uint32(0xFFFFF800), "f4"
-    text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
-    return {"shape": list(array.shape), "type": kind, "data": text}
+        kind = "f4"
+        half = np.uint32(0x400) * np.isfinite(array)  # of the last bit that is kept, to round
+        content = (array.astype("<f4").view("<u4") + half) & np.uint32(0xFFFFF800)
+    compressed = zlib.compress(np.ascontiguousarray(content).tobytes(), 9)
+    data = base64.b64encode(compressed).decode()
+    return {"shape": list(array.shape), "type": kind, "data": data}
 
 
 def find_experiment(run: Run) -> Experiment:
@@ -187,12 +200,13 @@ def find_experiment(run: Run) -> Experiment:
 def describe_run(run: Run) -> dict[str, str]:
     """Return a run's options, and with what it was made; what is not known is left out."""
     sessions = run.sessions()
-    found = {key.replace("_", " "): _write(value) for key, value in run.config.items()}
-    found["started"] = _write(sessions[0]["started"])
+    facts = {key.replace("_", " "): _write(value) for key, value in run.config.items()}
+    facts["started"] = _write(sessions[0]["started"])
     for name in ("hardware", "versions", "commit"):  # a run may be resumed on another machine
-        each = dict.fromkeys(_write(session[name]) for session in sessions if session.get(name))
-        found |= {name: "; then ".join(each)} if each else {}
-    return found
+        different = dict.fromkeys(_write(s[name]) for s in sessions if s.get(name))
+        if different:
+            facts[name] = "; then ".join(different)
+    return facts
 
 
 def _write(value: Any) -> str:

@@ -12,6 +12,7 @@ error is s sqrt(1/n + test/train) instead of s sqrt(1/n): the corrected resample
 and Bengio (2003). Of k comparisons in a table some come out by chance; Holm's rule allows for k.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class Estimate(NamedTuple):
 
 
 def number(value: Any) -> float:
-    """Return a number as a float, and NaN for what is none; text raises TypeError."""
+    """Return a number as a float, NaN for non-numbers; text raises TypeError."""
     if isinstance(value, str):
         raise TypeError(f"a record has {value!r} where a number belongs")
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -43,7 +44,7 @@ def number(value: Any) -> float:
 def estimate(values: Iterable[float]) -> Estimate | None:
     """Return the mean of the values that are finite, or None where none is."""
     x = np.array([value for value in values if math.isfinite(value)], dtype=float)
-    if not len(x):
+    if len(x) == 0:
         return None
     error = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None
     return Estimate(float(x.mean()), error, len(x), float(x.min()), float(x.max()))
@@ -64,10 +65,10 @@ def pair(
 
     `overlap` is the size of a split's test part over that of its training part.
     """
-    found = estimate(values[key] - baseline[key] for key in values if key in baseline)
-    if found is None or found.error is None:
-        return found
-    return found._replace(error=found.error * math.sqrt(1 + found.n * overlap))
+    difference = estimate(values[key] - baseline[key] for key in values if key in baseline)
+    if difference is None or difference.error is None:
+        return difference
+    return difference._replace(error=difference.error * math.sqrt(1 + difference.n * overlap))
 
 
 def find_p_value(difference: Estimate) -> float:
@@ -79,12 +80,29 @@ def find_p_value(difference: Estimate) -> float:
     if error is None or (error == 0 and difference.mean == 0):
         return 1.0
     angle = math.atan2(abs(difference.mean), error * math.sqrt(degrees))
-    term, total = (math.cos(angle), 0.0) if degrees % 2 else (1.0, 0.0)
-    for k in range(1 + degrees % 2, degrees, 2):
+    is_odd = bool(degrees % 2)
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for k in range(2 if is_odd else 1, degrees, 2):
         total += term
         term *= math.cos(angle) ** 2 * k / (k + 1)
+
     inside = math.sin(angle) * total
-    return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
+    if is_odd:
+        inside = (angle + inside) * 2 / math.pi
+    return 1 - inside
+
+
+def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
+    """Return the p-values after Holm's correction for their number.
+
+    Example:
+        >>> adjust({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    ranked = sorted(p_values, key=lambda name: p_values[name])
+    raised = [min(1.0, (len(ranked) - i) * p_values[name]) for i, name in enumerate(ranked)]
+    return dict(zip(ranked, itertools.accumulate(raised, max), strict=True))
 
 
 def format_estimate(value: Estimate | None, digits: int | None) -> str:

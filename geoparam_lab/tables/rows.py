@@ -48,11 +48,14 @@ class Row:
             >>> Row("bn", (), [{"lr": 0.4, "tuned": "decay=0.0005:turn=2.4"}] * 3).rate_text
             '0.4, decay 0.0005, turn 2.4'
         """
-        said = []
+        settings = []
         for (rate, tuned), count in sorted(self.settings.items()):
-            words = [f"{rate:g}", *filter(None, re.sub("[=_]", " ", tuned).split(":"))]
-            said.append(", ".join(words) + f" ({count})" * (len(self.settings) > 1))
-        return ", ".join(said) or EMPTY
+            options = re.sub("[=_]", " ", tuned).split(":")
+            text = ", ".join([f"{rate:g}", *filter(None, options)])
+            if len(self.settings) > 1:
+                text += f" ({count})"
+            settings.append(text)
+        return ", ".join(settings) or EMPTY
 
     def estimate(self, measure: str) -> Estimate | None:
         """The mean of its results."""
@@ -77,14 +80,18 @@ def arrange(records: Iterable[Record], keys: Iterable[str]) -> list[Row]:
     for record in records:
         values = tuple(make_sortable(record.get(name)) for name in keys)
         groups.setdefault((values, record["method"]), []).append(record)
+
     rows = []
-    for (values, method), own in groups.items():
+    for (values, method), group in groups.items():
         parts: dict[Any, list[Record]] = {}
-        is_varied = len({sample(record) for record in own}) < len(own)
-        for record in own:
-            setting = [make_sortable(record.get(name)) for name in ("lr", "tuned")]
-            parts.setdefault(tuple(setting) if is_varied else (), []).append(record)
+        is_varied = len({sample(record) for record in group}) < len(group)
+        for record in group:
+            setting: tuple[Any, ...] = ()
+            if is_varied:  # a seed or split has several settings: a row for each
+                setting = tuple(make_sortable(record.get(name)) for name in ("lr", "tuned"))
+            parts.setdefault(setting, []).append(record)
         rows += [(values, method, setting, part) for setting, part in parts.items()]
+
     rows.sort(key=lambda row: (_rank(row[0]), methods.rank(row[1]), row[1], _rank(row[2])))
     return [Row(method, values, part) for values, method, _, part in rows]
 

@@ -20,7 +20,6 @@ from geoparam_lab import experiments, methods
 from geoparam_lab.checks import check_names
 from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
-from geoparam_lab.experiments.rank_correlations import adjust
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates
 from geoparam_lab.tables.estimates import Estimate, number
@@ -54,26 +53,37 @@ def export(runs: Iterable[Run], baseline: str | None = None) -> str:
 
     Differences are those to the experiment's baseline, or to the method given.
     """
-    runs, found = list(runs), []
+    has_table = has_record = False
+    parts = []
     for run in runs:
         with run.explain_damage():
-            found.append((make_heading(run), make_tables(run, baseline)))
-    if not any(own for _, own in found):
-        why = "there is no finished piece of work yet"
-        if any(run.records() for run in runs):
-            known = ", ".join(experiments.EXPERIMENTS)
-            why = f"the records have no field that tables show; the known experiments are {known}"
-        raise ValueError(f"no table can be made: {why}.")
-    parts = []
-    for heading, own in found:
-        parts += [f"## {escape(heading)}\n", *(table.markdown() for table in own)]
-    return "\n".join(parts)
+            heading, tables = make_heading(run), make_tables(run, baseline)
+        parts.append(f"## {escape(heading)}\n")
+        parts += [table.markdown() for table in tables]
+        has_table |= bool(tables)
+        has_record |= bool(run.records())
+
+    if has_table:
+        return "\n".join(parts)
+    if not has_record:
+        raise ValueError("no table can be made: there is no finished piece of work yet.")
+    raise ValueError(
+        "no table can be made: the records have no field that tables show; the known experiments "
+        f"are {', '.join(experiments.EXPERIMENTS)}."
+    )
+
+
+def check(run: Run) -> None:
+    """Raise ValueError, with the folder's name, where a run's files are damaged."""
+    with run.explain_damage():
+        make_tables(run)
 
 
 def make_heading(run: Run) -> str:
     """Return the title of a run's experiment, with the run's folder where that says more."""
-    experiment, folder = experiments.find(run.info["experiment"]), run.folder.resolve().name
+    experiment = experiments.find(run.info["experiment"])
     title = experiment.make_title(run.config)
+    folder = run.folder.resolve().name
     return title if folder == experiment.name else f"{title}: {folder}"
 
 
@@ -109,14 +119,17 @@ def from_records(
         check_names("baseline", {record["method"]: None for record in known}, baseline)
         experiment = replace(experiment, baseline=baseline)
     known = [record for record in known if record.get("chosen") is not False]  # a search's trials
-    shown, found = experiment.choose(known), []
+    shown = experiment.choose(known)
+
+    tables = []
     for layout in experiment.layouts:
-        own = [r for r in shown if all(r.get(k) == v for k, v in layout.where.items())]
-        names = {name for record in own for name in record}
+        wanted = layout.where.items()
+        selected = [r for r in shown if all(r.get(name) == value for name, value in wanted)]
+        names = {name for record in selected for name in record}
         measures = [measure for measure in layout.measures if measure.name in names]
         if measures:
-            found.append(_make_table(experiment, layout, measures, own, config or {}))
-    return found
+            tables.append(_make_table(experiment, layout, measures, selected, config or {}))
+    return tables
 
 
 def _make_table(
@@ -129,6 +142,7 @@ def _make_table(
     results = {measure.name for measure in measures}
     known = [r for r in records if results & r.keys() or r.get("outcome") == "diverged"]
     rows = arrange(known, layout.keys)
+
     columns = [("method", [methods.title(row.method) for row in rows])]
     for i, title in enumerate(layout.keys.values()):
         columns.append((title, [name_value(experiment, row.keys[i]) for row in rows]))
@@ -137,10 +151,10 @@ def _make_table(
         columns += _make_columns(experiment, layout, measure, rows, config)
     columns.append(("n", [_count(row, measures[0]) for row in rows]))
     columns.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
-    outcomes = [[record.get("outcome") for record in row.records] for row in rows]
-    columns.append(("collapsed", [f"{own.count('collapsed') or EMPTY}" for own in outcomes]))
+    columns.append(("collapsed", [f"{_count_collapsed(row) or EMPTY}" for row in rows]))
     for detail in (*_find_times(known), *layout.details):
         columns.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
+
     kept = [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
     headings = tuple(title for title, _ in kept)
     notes = _explain(experiment, measures[0], known, config, headings)
@@ -169,16 +183,32 @@ def _make_papers_column(
     cells, verdicts = [], []
     for row, mean in zip(rows, ours, strict=True):
         printed = experiment.find_printed(measure.name, row.method, *row.keys[:1])
-        fields, rate = experiment.papers_fields.items(), experiment.rates.get(row.method)
-        if printed is None or any(r.get(k, v) != v for r in row.records for k, v in fields):
+        rate = experiment.rates.get(row.method)
+        if printed is None or _has_other_fields(row, experiment.papers_fields):
             cells.append(EMPTY)
         elif rate is not None and row.rates - {rate}:
             cells.append(f"{printed.text} (rate {rate:g})")
         else:
             verdict = estimates.agrees(mean, printed)
-            verdicts += [] if verdict is None else [verdict]
-            cells.append({True: "≈ ", False: "≠ ", None: ""}[verdict] + printed.text)
-    return "papers" + f" (≈ {sum(verdicts)} of {len(verdicts)})" * bool(verdicts), cells
+            mark = ""
+            if verdict is not None:
+                verdicts.append(verdict)
+                mark = "≈ " if verdict else "≠ "
+            cells.append(mark + printed.text)
+
+    title = "papers"
+    if verdicts:
+        title += f" (≈ {sum(verdicts)} of {len(verdicts)})"
+    return title, cells
+
+
+def _has_other_fields(row: Row, fields: Mapping[str, Any]) -> bool:
+    """Return whether a record of the row differs from the papers' setting."""
+    return any(
+        record.get(name, value) != value
+        for record in row.records
+        for name, value in fields.items()
+    )
 
 
 def find_pairs(
@@ -190,16 +220,21 @@ def find_pairs(
     rate. Where it has several, the one with the same rate is; and if both are at the papers'
     rates, a second column compares them.
     """
-    known, own = {row.method for row in rows}, experiment.baseline
-    baseline = own if own in known else "bn"
+    baseline = experiment.baseline
+    if all(row.method != baseline for row in rows):
+        baseline = "bn"
     rates = experiment.rates if measure in experiment.papers else {}
+
     same, papers = {}, {}
-    for row in (row for row in rows if row.method != baseline):
+    for row in rows:
+        if row.method == baseline:
+            continue
         bases = [base for base in rows if base.method == baseline and base.keys == row.keys]
         for base in bases:
             if len(bases) == 1 or base.settings.keys() == row.settings.keys():
                 same[row] = base
-            if len(bases) > 1 and all(r.rates == {rates.get(r.method)} for r in (row, base)):
+            have_papers_rates = all(r.rates == {rates.get(r.method)} for r in (row, base))
+            if len(bases) > 1 and have_papers_rates:
                 papers[row] = base
     title = f"difference to {methods.title(baseline)}"
     return {title: same, f"{title}, papers' rates": papers}
@@ -209,22 +244,27 @@ def _make_difference_column(
     title: str, pairs: Mapping[Row, Row], measure: Measure, rows: Sequence[Row]
 ) -> Column:
     """Return paired differences, with stars for tests; in the heading, how many were tested."""
-    found = {}
+    differences, p_values = {}, {}
     for row, base in pairs.items():
-        own, theirs = row.values(measure.name), base.values(measure.name)
         overlap = OVERLAP if "split" in row.records[0] else 0.0
-        if difference := estimates.pair(own, theirs, overlap):
-            found[row] = difference
-    p_values = {
-        row: estimates.find_p_value(each) for row, each in found.items() if each.n >= LEAST
-    }
-    holm = adjust(p_values)
-    marks = {row: " **" if holm[row] < LEVEL else " *" for row in holm if p_values[row] < LEVEL}
-    cells = [
-        estimates.format_estimate(found.get(row), measure.digits) + marks.get(row, "")
-        for row in rows
-    ]
-    return title + f" (k = {len(holm)})" * bool(holm), cells
+        values, theirs = row.values(measure.name), base.values(measure.name)
+        difference = estimates.pair(values, theirs, overlap)
+        if difference is None:
+            continue
+        differences[row] = difference
+        if difference.n >= LEAST:
+            p_values[row] = estimates.find_p_value(difference)
+
+    holm = estimates.adjust(p_values)
+    cells = []
+    for row in rows:
+        cell = estimates.format_estimate(differences.get(row), measure.digits)
+        if p_values.get(row, 1.0) < LEVEL:
+            cell += " **" if holm[row] < LEVEL else " *"
+        cells.append(cell)
+    if holm:
+        title += f" (k = {len(holm)})"
+    return title, cells
 
 
 def name_value(experiment: Experiment, value: Any) -> str:
@@ -234,30 +274,43 @@ def name_value(experiment: Experiment, value: Any) -> str:
 
 
 def _count(row: Row, measure: Measure) -> str:
-    found = row.estimate(measure.name)
-    has_samples = any(sample(record) != "" for record in row.records)
-    return f"{found.n if found else 0}" if has_samples else EMPTY
+    if all(sample(record) == "" for record in row.records):
+        return EMPTY
+    mean = row.estimate(measure.name)
+    return f"{mean.n}" if mean else "0"
+
+
+def _count_collapsed(row: Row) -> int:
+    return sum(record.get("outcome") == "collapsed" for record in row.records)
 
 
 def _find_times(records: Iterable[Record]) -> list[Measure]:
     """Return the measures of how long runs took to an accuracy, such as epochs_to_45."""
-    names = sorted({name for record in records for name in record})
-    times = [found for name in names if (found := re.fullmatch("(epochs|seconds)_to_(.+)", name))]
-    return [Measure(time[0], f"{time[1]} to {time[2]} % top-1", 1) for time in times]
+    measures = []
+    for name in sorted({name for record in records for name in record}):
+        if match := re.fullmatch("(epochs|seconds)_to_(.+)", name):
+            unit, accuracy = match.groups()
+            measures.append(Measure(name, f"{unit} to {accuracy} % top-1", 1))
+    return measures
 
 
 def _detail_cell(records: Sequence[Record], detail: Measure) -> str:
     """Return the mean of a field; without digits, the largest value."""
-    found_in = [record for record in records if record.get(detail.name) is not None]
-    values = [number(record[detail.name]) for record in found_in]
+    given = [record[detail.name] for record in records if record.get(detail.name) is not None]
+    values = [number(value) for value in given]
     if not values:
         return EMPTY
     if detail.digits is None:
         return estimates.shorten(math.nan if any(map(math.isnan, values)) else max(values))
-    found = estimates.estimate(values)
-    some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
-    digits = f",.{detail.digits}f" if found and abs(found.mean) < 1e9 else ".3g"
-    return f"{found.mean:{digits}}{some}" if found else EMPTY
+
+    mean = estimates.estimate(values)
+    if mean is None:
+        return EMPTY
+    digits = f",.{detail.digits}f" if abs(mean.mean) < 1e9 else ".3g"
+    cell = f"{mean.mean:{digits}}"
+    if len(values) < len(records):
+        cell += f" ({len(values)} of {len(records)})"
+    return cell
 
 
 def _explain(

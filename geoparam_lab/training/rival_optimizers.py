@@ -171,8 +171,8 @@ class AngularMuown(RowOptimizer):
         lengths = weight.norm(dim=1, keepdim=True)
         scale = torch.where(lengths > 0, lengths, math.sqrt(0.33))
         zeros, steps = torch.zeros_like(lengths), lengths.new_zeros(1, 1)
-        own = {"scale": scale, "mean": zeros, "square": zeros.clone(), "steps": steps}
-        return super().start(weight) | own
+        adam = {"mean": zeros, "square": zeros.clone(), "steps": steps}
+        return super().start(weight) | {"scale": scale} | adam
 
     def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         mu, scale = group["momentum"], state["scale"]

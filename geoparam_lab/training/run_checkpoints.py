@@ -1,4 +1,6 @@
-"""The checkpoint of a run in its folder: complete or absent.
+"""The checkpoint of a run in its folder, and the one before, each complete or absent.
+
+If a disk damages the last checkpoint, the run goes on from the one before.
 
 A checkpoint is a file of plain containers, numbers and CPU tensors, which
 `torch.load(weights_only=True)` reads. The main process alone writes and reads, and broadcasts what
@@ -9,6 +11,8 @@ run may go on with another number of processes.
 
 import os
 import pickle
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +25,7 @@ from geoparam.storage import replacing
 
 State = dict[str, Any]
 
-CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+CHECKPOINT, BEFORE, WEIGHTS = "checkpoint.pt", "checkpoint-before.pt", "weights.pt"
 FINISHED = "finished"  # names the files of a finished run that are whole
 _WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -55,24 +59,55 @@ def resume(training: Resumable, folder: Path) -> State | None:
 
 
 def write(path: Path, state: State) -> None:
-    """Write a state in place of the one before, whole or not at all."""
+    """Write a state in place of the one there, whole or not at all."""
     with replacing(path) as unfinished:
-        torch.save(state, unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())  # a power failure must not leave an empty file
+        _save(unfinished, state)
+
+
+def write_checkpoint(folder: Path, state: State) -> None:
+    """Write the checkpoint of a run, and keep the one before."""
+    last = folder / CHECKPOINT
+    with replacing(last) as unfinished:
+        _save(unfinished, state)
+        if last.exists():
+            last.replace(folder / BEFORE)
+
+
+def _save(path: Path, state: State) -> None:
+    torch.save(state, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # a power failure must not leave an empty file
 
 
 def read(folder: Path) -> State | None:
-    """Return the state in a folder; None where there is none."""
-    path = folder / CHECKPOINT
-    if not path.exists():
-        return None
+    """Return the last state in a folder that can be read; None where there is none."""
+    paths = [path for name in (CHECKPOINT, BEFORE) if (path := folder / name).exists()]
+    errors = []
+    for path in paths:
+        try:
+            state = _load(path)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            errors.append(f"{path} is damaged ({type(error).__name__})")
+            continue
+        if errors:
+            print(f"{errors[0]}. The run goes on from {path.name}.", file=sys.stderr)
+        return state
+    if errors:
+        raise ValueError(f"{', and '.join(errors)}. Remove what is there: the run starts anew.")
+    return None
+
+
+def _load(path: Path) -> State:
+    """Return the state in a file, after comparing its checksums, which torch leaves out."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path} is damaged ({type(error).__name__}). Remove it, and the run starts anew."
-        ) from error
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise RuntimeError(str(error)) from error
+    if damaged is not None:
+        raise RuntimeError(f"{damaged} has another checksum")
+    state: State = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
 def get_weights(model: nn.Module) -> State:

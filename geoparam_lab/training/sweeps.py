@@ -84,19 +84,20 @@ def conduct(
         work.clean(task)
         draw_sometimes(folder)
 
-    options: Any = {"progress": progress, "threads": None, "finished": finish, "unit": unit}
-    session = Session(folder, work, len(todo), jobs, **options)
-    finished = {record["name"] for record in folder.records()}
-    for task in todo:
-        if task.name in finished:
-            work.clean(task)  # a kill may have come after its record, before it was cleaned
-    if study is None:
-        session.spread(todo)
-    else:
-        session.share(todo, study, "val_loss")
-    draw(folder)
-    with contextlib.suppress(OSError):  # absent, or not empty
-        (work.out / "checkpoints").rmdir()
+    with folder:
+        options: Any = {"progress": progress, "threads": None, "finished": finish, "unit": unit}
+        session = Session(folder, work, len(todo), jobs, **options)
+        finished = {record["name"] for record in folder.records()}
+        for task in todo:
+            if task.name in finished:
+                work.clean(task)  # a kill may have come after its record, before it was cleaned
+        if study is None:
+            session.spread(todo)
+        else:
+            session.share(todo, study, "val_loss")
+        draw(folder)
+        with contextlib.suppress(OSError):  # absent, or not empty
+            (work.out / "checkpoints").rmdir()
     _send(None)
     return folder
 

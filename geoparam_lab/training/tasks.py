@@ -139,16 +139,21 @@ class Session:
             trials = study.get_trials(deepcopy=False)
             ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
             results = {each["task"]: each["result"] for each in reversed(ended)}  # first counts
+
             left = []
-            for task in (task for task in tasks if not self._is_done(task)):
+            for task in tasks:
+                if self._is_done(task):
+                    continue
                 if names[task] in results:
                     self._keep(task, Done(**results[names[task]]))
                 else:
                     left.append(task)
             if not left:
                 return
+
             begun = [t.user_attrs.get("task") for t in trials if t.state == TrialState.RUNNING]
-            task = random.choice([task for task in left if names[task] not in begun] or left)
+            free = [task for task in left if names[task] not in begun]
+            task = random.choice(free or left)
             trial = study.ask()
             trial.set_user_attr("task", names[task])
             done = self._do(task)
@@ -256,7 +261,7 @@ def _note_interrupts(patient: bool) -> Iterator[list[int]]:
 
 
 def throttle(function: Callable[..., None], seconds: float) -> Callable[..., None]:
-    """Return a function that calls this one at most every so many seconds, and not at first."""
+    """Return a function that calls this one at most once per `seconds`; the first is skipped."""
     last = time.monotonic()
 
     def call(*arguments: Any) -> None:

@@ -1,6 +1,7 @@
 """What a tracker has recorded: arrays in memory and in files that survive a kill."""
 
 import errno
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,52 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"another model: its layers are a, bc, \(network\)"):
             History(layers, COLUMNS, path=tmp_path / "h.npy", resume=True)
     assert len(np.load(tmp_path / "h.npy")) == 9
+
+
+def test_a_history_says_what_it_has() -> None:
+    text = repr(make_records(counts=COUNTS))
+    assert text == (
+        "History of 2 layers: 3 records, steps 2 to 6\n  layers: a, bc\n  quantities: x, y\n"
+        "  of each unit: rotation, active"
+    )
+    assert repr(make_history()).startswith("History of 2 layers: 0 records\n")
+
+
+def test_a_data_frame_has_a_row_for_each_record_and_layer() -> None:
+    pytest.importorskip("pandas")
+    history = make_records()
+    table = history.to_pandas()
+    assert list(table.columns) == ["step", "layer", "x", "y"]
+    by_layer = table.pivot(index="layer", columns="step", values="y").loc[LAYERS]
+    np.testing.assert_array_equal(by_layer, history.table("y"))
+
+
+def test_without_pandas_a_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        make_records().to_pandas()
+
+
+def test_plots_show_the_records() -> None:
+    pytest.importorskip("matplotlib")
+    history = make_records()
+    axes = history.plot("y")
+    assert [line.get_label() for line in axes.lines] == LAYERS
+    np.testing.assert_array_equal(axes.lines[1].get_xdata(), [2, 4, 6])
+    np.testing.assert_array_equal(axes.lines[1].get_ydata(), [23, 43, 63])
+    assert len(history.plot("y", layers=["bc"], axes=axes).lines) == 3
+    np.testing.assert_array_equal(history.heatmap("x").images[0].get_array(), history.table("x"))
+
+
+def test_dead_units_are_drawn_as_a_share() -> None:
+    pytest.importorskip("matplotlib")
+    history = History(["a"], ["units", "dead"])
+    history.append(1, np.array([[8.0, 2.0], [8.0, 2.0]]))
+    assert history.heatmap("dead").images[0].get_array().tolist() == [[0.25]]
+
+
+@pytest.mark.parametrize("draw", ["table", "plot", "heatmap"])
+def test_an_unknown_quantity_is_an_error_that_names_those_there_are(draw: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="no quantity 'z'; there are: .*x, y"):
+        getattr(make_records(), draw)("z")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, record, train
 
 from geoparam import BoundaryTracker
-from geoparam.analysis import QUANTITIES, Interval, UnitQuantity, boundaries
+from geoparam.analysis import QUANTITIES, Interval, UnitQuantity, boundaries, snapshot
 
 
 @pytest.mark.filterwarnings("ignore:the unit vectors of")
@@ -362,19 +362,6 @@ def test_under_autocast_directions_keep_their_precision() -> None:
     assert 0 < tracker.history["0"]["rotation_max"] < 0.1
 
 
-def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    writer, model = tensorboard.SummaryWriter(tmp_path), network("sp")
-    tracker = BoundaryTracker(model, writer=writer)
-    train(model, 3, tracker.step)
-    writer.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("0/rotation_max")
-    values = [event.value for event in events]
-    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(("name", "every"), [("bn", 1), ("gmp inside", 2)])
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
     tmp_path: Path, name: str, every: int
@@ -487,3 +474,23 @@ def test_a_state_of_another_model_is_refused(steps: int) -> None:
     with pytest.raises(ValueError, match="of another model .* 4 x 3 units, .* 2 x 3"):
         tracker.load_state_dict(other.state_dict())
     assert tracker.state_dict()["step"] == 0
+
+
+def test_a_state_that_is_kept_is_not_overwritten_by_later_records() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, schedule=lambda step: step != 2)
+    train(model, 2, tracker.step)
+    state = tracker.state_dict()
+    kept = {name: rows.clone() for name, rows in state["snapshot"]["directions"].items()}
+    train(model, 4, tracker.step)
+    for name, rows in kept.items():
+        assert torch.equal(state["snapshot"]["directions"][name], rows)
+
+
+def test_blocks_of_rows_give_what_all_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, others = torch.randn(2, 7, 5, dtype=TYPE).unbind()
+    whole = snapshot.map_blocks(snapshot.measure_difference, rows, others)
+    torch.testing.assert_close(whole, (rows - others).norm(dim=1))
+    monkeypatch.setattr(snapshot, "BLOCK", 10)
+    blocks = snapshot.map_blocks(snapshot.measure_difference, rows, others)
+    torch.testing.assert_close(blocks, whole)

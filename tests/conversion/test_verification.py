@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
@@ -81,6 +82,8 @@ def test_inputs_are_one_calls_arguments() -> None:
         assert gp.verify(double, same, inputs) == 0.5
     with pytest.raises(ValueError, match="shapes"):
         gp.verify(nn.Linear(2, 3), nn.Linear(2, 4), x)
+    with pytest.raises(ValueError, match="does not run on these inputs"):
+        gp.verify(nn.Linear(3, 3), nn.Linear(2, 3), x)
 
 
 def test_a_nan_is_seen_and_the_mode_restored() -> None:
@@ -123,6 +126,29 @@ def test_attention_is_compared_on_torchs_plain_path() -> None:
 def test_what_is_no_model_is_refused_in_words(call: Callable) -> None:
     with pytest.raises(ValueError, match="an nn.Module; got a"):
         call(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+ODD = {
+    "filter_fn": ({"filter_fn": "head"}, "filter_fn is a function.*got a str"),
+    "array": ({"example_inputs": np.ones((2, 4))}, "numpy array: use torch.from_numpy"),
+    "iterator": ({"example_inputs": iter([torch.ones(2, 4)])}, "one batch.*got a list_iterator"),
+    "shape": ({"example_inputs": torch.ones(2, 3)}, "does not run on these inputs .RuntimeError"),
+    "number": ({"example_inputs": 3}, "does not run on these inputs .TypeError"),
+    "coordinates": ({"coordinates": ""}, "coordinates"),
+    "calibration": (
+        {"norm": "imn", "example_inputs": torch.ones(2, 4), "calibration": 3},
+        "calibration is a batch.*got a int",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), ODD.values(), ids=ODD)
+def test_odd_arguments_are_refused_in_words(options: dict, message: str) -> None:
+    layers = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    model = pretend_pretrained(nn.Sequential(*layers))
+    with pytest.raises(ValueError, match=message):
+        gp.convert_(model, **options)
+    assert list(model) == list(layers)
 
 
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from plain_models import mixture
 from processes import in_both
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -106,6 +107,24 @@ def test_experts_in_two_processes_train_as_in_one(count: int, kind: str) -> None
             optimizer.step()
         models.append(model)
     assert_same_state(*models, 1e-2 if kind == "Muon" else 1e-10)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@in_both
+def test_transformers_experts_in_two_processes_train_as_in_one(name: str) -> None:
+    models = []
+    for is_sharded in (True, False):
+        model = mixture(name)
+        model = fully_shard(model) if is_sharded else model
+        optimizer = gp.GeometricOptimizer(model, lr=0.05, **TURN)
+        for step in range(3):
+            random = torch.Generator().manual_seed(step)
+            tokens = torch.randint(20, (4, 6), generator=random)
+            optimizer.zero_grad()
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        models.append(model)
+    assert_same_state(*models, 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["Conv1D", "ConvTranspose1d"])

@@ -30,16 +30,18 @@ both_coordinates = pytest.mark.parametrize("coordinates", ["intrinsic", "angles"
 def mlp(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Sequential:
     """Return the same MLP in every call: layers 0 and 3 have units, 6 is the output layer."""
     torch.manual_seed(1)
-    inner = [nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 7), norm(7), nn.Tanh()]
-    inner[0].bias.data /= 2  # below the rows' lengths, so that all are stepped as distances
-    return nn.Sequential(*inner, nn.Linear(7, 3)).to(dtype)
+    first = nn.Linear(6, 8), norm(8), nn.Tanh()
+    second = nn.Linear(8, 7), norm(7), nn.Tanh()
+    first[0].bias.data /= 2  # below the rows' lengths, so that all are stepped as distances
+    return nn.Sequential(*first, *second, nn.Linear(7, 3)).to(dtype)
 
 
 def cnn(dtype: torch.dtype = torch.float64, norm: Any = nn.Identity) -> nn.Sequential:
     """Return the same CNN in every call: 0 and 3, a grouped layer, have units."""
     torch.manual_seed(1)
-    inner = [nn.Conv2d(2, 6, 3), norm(6), nn.Tanh(), nn.Conv2d(6, 8, 3, groups=2), norm(8)]
-    return nn.Sequential(*inner, nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)).to(dtype)
+    first = nn.Conv2d(2, 6, 3), norm(6), nn.Tanh()
+    second = nn.Conv2d(6, 8, 3, groups=2), norm(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32, 3)).to(dtype)
 
 
 def gpt2(**options: Any) -> nn.Module:
@@ -57,6 +59,29 @@ def bert() -> nn.Module:
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
     config = transformers.BertConfig(vocab_size=20, intermediate_size=16, **sizes)
     return transformers.BertForSequenceClassification(config).double().eval()
+
+
+def mixture(name: str) -> nn.Module:
+    """Return a tiny language model with experts, of transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=131072,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        experts_implementation="eager",
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
 
 
 def build(model: nn.Module, base: Any = torch.optim.SGD, **options: Any) -> gp.GeometricOptimizer:
@@ -127,8 +152,10 @@ def rows(layer: nn.Module) -> Tensor:
 
 def find_angles(old: Tensor, new: Tensor) -> Tensor:
     """Return by how many degrees each row has turned."""
-    u, v = (nn.functional.normalize(x.double(), dim=1) for x in (old, new))
-    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))
+    u = nn.functional.normalize(old.double(), dim=1)
+    v = nn.functional.normalize(new.double(), dim=1)
+    half = torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1))
+    return torch.rad2deg(2 * half)
 
 
 def rms(x: Tensor) -> float:
@@ -140,10 +167,10 @@ def step_and_find_angles(
     model: Any, optimizer: Any, step: int = 0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Train for one step; return the angles by which the units of layers 0 and 3 have turned."""
-    before = rows(model[0]), rows(model[3])
+    first, second = rows(model[0]), rows(model[3])
     backward(model, step, scale)
     optimizer.step()
-    return find_angles(before[0], rows(model[0])), find_angles(before[1], rows(model[3]))
+    return find_angles(first, rows(model[0])), find_angles(second, rows(model[3]))
 
 
 def find_table(optimizer: Any) -> dict[str, str]:

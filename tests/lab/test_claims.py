@@ -1,24 +1,27 @@
-"""The claims: what is known of each measurement beforehand, and that the run resumes."""
+"""The scripts of results/claims: what is known of each measurement beforehand."""
 
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
+import claim
+import cost
+import covariance
+import deep
+import fisher
 import numpy as np
+import products
 import pytest
+import rank_correlations
+import shell
+import shift
 import torch
+from rank_correlations import rank_correlation
 from torch import nn
 
 import geoparam as gp
 from geoparam import sphere
-from geoparam_lab.experiments import claims, rank_correlations
-from geoparam_lab.experiments import claims_measures as measures
-from geoparam_lab.experiments.natural_steps import measure_natural_steps
-from geoparam_lab.experiments.rank_correlations import rank_correlation
 from geoparam_lab.methods import mlp
-from geoparam_lab.run_folder import Run
-from geoparam_lab.tables import tables
 
 
 def points(name: str = "", data: object = None) -> tuple[np.ndarray, np.ndarray]:
@@ -28,18 +31,18 @@ def points(name: str = "", data: object = None) -> tuple[np.ndarray, np.ndarray]
 
 
 DATA = {name: points(name) for name in ("energy", "banana")}
-Member = functools.partial(measures.Member, "part", "energy")
+Member = functools.partial(claim.Member, "part", "energy")
 
 
 def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
     members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
-    errors = [record["error"] for record in measures.measure_covariance(members)]
+    errors = [record["error"] for record in covariance.measure(members)]
     assert errors[0] < 1e-13 and errors[3] < 1e-12
     assert 1e-6 < errors[1] < errors[4] < 0.05 and 0.1 < errors[2] < errors[5]
 
 
 def test_inputs_have_the_correlation() -> None:
-    x = measures.draw_correlated(0.9, 4000, 3, seed=0)
+    x = claim.draw_correlated(0.9, 4000, 3, seed=0)
     assert np.corrcoef(x.T.numpy()) == pytest.approx(np.where(np.eye(3), 1, 0.9), abs=0.02)
     assert x.mean(dim=0).abs().max() < 1e-14
 
@@ -47,16 +50,16 @@ def test_inputs_have_the_correlation() -> None:
 def test_natural_steps_are_independent_of_coordinates_by_the_exponential_map_alone() -> None:
     sizes, equations = (0.1, 0.01), ("equation-28", "equation-29")
     members = [Member(equation, rate, None, 0) for equation in equations for rate in sizes]
-    exact, exact_small, first, first_small = (r["error"] for r in measure_natural_steps(members))
+    exact, exact_small, first, first_small = (r["error"] for r in fisher.measure(members))
     assert exact < 1e-7 and exact_small < 1e-11
     assert 0.01 < first < 0.2 and 3 < first / first_small < 20  # of second order in the step
 
 
 def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**6))
-    monkeypatch.setattr(measures.time, "process_time", lambda: next(ticks))
+    monkeypatch.setattr(cost.time, "process_time", lambda: next(ticks))
     members = [Member(method, 4, None, 0) for method in ("sp", "gmp")]
-    found = measures.measure_cost(members)
+    found = cost.measure(members)
     assert found == [{"seconds": 1.0, "ratio": 1.0}] * 2
 
 
@@ -86,21 +89,21 @@ def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
 @pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
 def test_only_imn_centres_the_inputs_of_layers(method: str) -> None:
     members = [Member(method, layer, 0.01, 0) for layer in (1, 2, 3)]
-    _, *deeper = measures.measure_shift(members, DATA, epochs=2)
+    _, *deeper = shift.measure(members, DATA, epochs=2)
     centred = [record["offset"] < 1e-12 and record["drift"] < 1e-12 for record in deeper]
     assert centred == [method == "gmp+imn"] * 2
     assert all(record["offset_running"] > 0.05 for record in deeper)  # which lag behind
 
 
 def test_before_training_boundaries_go_through_the_origin() -> None:
-    [found] = measures.measure_shell([Member("gmp", 9, 0.1, 0)], DATA, epochs=3)
+    [found] = shell.measure([Member("gmp", 9, 0.1, 0)], DATA, epochs=3)
     assert found["path"][0] == 0 and found["path"][-1] == found["relative"] > 0
     assert found["epochs"][-1] == 3 and 0 <= found["on_shell"] <= 1
 
 
 def test_products_of_uniform_directions_do_not_vanish() -> None:
     members = [Member("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
-    for found in measures.measure_products(members, DATA, epochs=2):
+    for found in products.measure(members, DATA, epochs=2):
         assert 0.05 < found["smallest_start"] < 3 and found["negligible_start"] < 0.01
         assert found["sparsity_start"] == pytest.approx(0.5, abs=0.2)
         assert found["smallest_path"][-1] == found["smallest"] < found["smallest_start"]
@@ -114,7 +117,7 @@ def test_a_network_by_hand() -> None:
         model[0].bias.copy_(torch.tensor([-2.0, -9.0]))
     x = torch.tensor([[-1.0], [0.0], [2.0], [3.0]], dtype=torch.float64)  # the middle is 1
     radius = math.sqrt((4 + 1 + 1 + 4) / 4)
-    found = measures.measure_regions(model, x)
+    found = deep.measure_regions(model, x)
     assert found["dead"] == 0.5 and found["flattest"] == 0
     assert found["distances"] == [pytest.approx(1 / radius)]  # the lower of two medians
 
@@ -122,10 +125,10 @@ def test_a_network_by_hand() -> None:
 @pytest.mark.parametrize("dataset", DATA)
 def test_deep_networks_have_all_quantities(dataset: str) -> None:
     members = [Member("gmp", 2, lr, 0)._replace(dataset=dataset) for lr in (0.0, 0.1)]
-    still, moved = measures.measure_deep(members, DATA, epochs=10)
+    still, moved = deep.measure(members, DATA, epochs=10)
     assert still["changes_late"] == 0 < moved["changes_late"]
     assert still["distance_early"] == still["distance_late"]
-    assert set(measures.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
+    assert set(deep.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
 
 
 def test_ranks_are_compared_within_groups() -> None:
@@ -151,41 +154,19 @@ def test_p_is_not_small_where_nothing_goes_together(
     assert np.mean(np.array(p) < 0.1) < 0.2 and np.mean(p) > 0.4
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    parts = {
-        name: part._replace(
-            epochs=min(part.epochs, 2),
-            methods=" ".join(part.methods.split()[:2]),
-            datasets=part.datasets.split()[0],
-            sizes=part.sizes[:2],
-        )
-        for name, part in claims.PARTS.items()
-    }
-    monkeypatch.setattr(claims, "PARTS", parts)
-    monkeypatch.setattr(claims, "load", points)
+def test_correlations_do_not_depend_on_the_order_of_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rank_correlations, "PERMUTATIONS", 99)
+    members = [Member("gmp", 9, lr, seed) for lr in (0.01, 0.1) for seed in range(4)]
+    measured = zip(members, shell.measure(members, DATA, epochs=3), strict=True)
+    records = [member._asdict() | values for member, values in measured]
+    answers = shell.correlate_with_error(records)
+    assert answers == shell.correlate_with_error(records[::-1])
+    assert [a["part"] for a in answers] == ["shell: all"] * 2 + ["shell: within"] * 2
 
 
-def test_answers_wait_for_all_records_whatever_their_order(small: None, tmp_path: Path) -> None:
-    options = {"seeds": 2, "jobs": 1}
-    whole = claims.run(tmp_path / "whole", parts=["shell"], **options).records()
-    cut = claims.run(tmp_path / "cut", parts=["shift"], **options)
-    for record in [r for r in whole if r["part"] == "shell"][::-2]:
-        cut.append(record)
-    claims.run(tmp_path / "cut", parts=["shift"], resume=True, **options)
-    found = claims.run(tmp_path / "cut", parts=["shell"], resume=True, **options).records()
-    answers = [[r for r in records if "shell:" in r["part"]] for records in (whole, found)]
-    assert answers[0] == answers[1] != []
-
-
-def test_a_run_has_records_tables_and_figures_and_goes_on(small: None, tmp_path: Path) -> None:
-    before = claims.run(tmp_path / "run", parts=["shift"], seeds=2, jobs=1).records()
-    records = claims.run(tmp_path / "run", seeds=2, jobs=1, resume=True).records()
-    assert [record["part"] for record in before[:8]] == ["shift"] * 8
-    assert records[: len(before)] == before and len(before) < len(records)
-    assert {r["part"] for r in records} > {"deep", "deep: seeds", "shell: all", "growth"}
-    text = tables.export([Run.open(tmp_path / "run")])
-    assert "| GmP, init sphere |" in text and "| nan" not in text
-    assert (tmp_path / "run" / "figures" / "covariance.png").exists()
+def test_members_that_share_a_task_differ_in_rate_seed_and_one_field() -> None:
+    tasks = claim.make_tasks("a", ["x"], ["sp", "gmp"], (1, 2), (0.1, 0.2), 3, together="size")
+    assert [len(task) for task in tasks] == [2 * 2 * 3] * 2
+    assert [{member.method for member in task} for task in tasks] == [{"sp"}, {"gmp"}]

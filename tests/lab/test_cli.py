@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import io
 import runpy
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +98,11 @@ def test_run_prints_the_table_and_where_everything_is(
         ("banana --source here", "KEEL, generated"),
         ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         ("uci --datasets boston,bostn", "boston, concrete, energy"),
-        ("levy --lrs 0.1,fast", "numbers between commas; got '0.1,fast'"),
-        ("width --widths 16.7", "whole numbers between commas; got '16.7'"),
+        ("levy --lrs 0.1,fast", "--lrs needs numbers between commas; got '0.1,fast'"),
+        (
+            "text --batch-sizes 16.7",
+            "--batch-sizes needs whole numbers between commas; got '16.7'",
+        ),
         ("imagenet32 --data missing-folder", "missing-folder"),
         ("imagenet --data missing-folder", "missing-folder"),
     ],
@@ -133,7 +138,6 @@ def replace_run(
             {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4}
             | {"resume": True, "methods": ["sp", "wn", "bn", "gmp"]},
         ),
-        ("width --widths 16,64 --seeds 5", {"widths": [16, 64], "seeds": 5}),
         (
             "imagenet32 --data npz --batch-sizes 256,1024 --widths 8,8 --keep-weights "
             "--methods gmp --method bn:lr=0.4,0.8 --method sp --time-to 40,45 --select 0.1",
@@ -288,7 +292,7 @@ def test_table_prints_or_writes(finished: Path, tmp_path: Path, geoparam: Geopar
     out = tmp_path / "sub" / "table.md"
     assert geoparam("table", finished, "--out", out) == (0, "", "")
     assert "| SP " in out.read_text()
-    assert "holds no run" in geoparam("table", tmp_path / "nothing").status
+    assert "does not exist" in geoparam("table", tmp_path / "nothing").status
 
 
 def test_report_writes_one_page_of_a_folder_of_runs(
@@ -299,6 +303,28 @@ def test_report_writes_one_page_of_a_folder_of_runs(
     assert status == 0 and str(out) in printed
     titles = [EXPERIMENTS[name].title for name in ("levy", "perturbation")]
     assert all(title in out.read_text() for title in titles)
+
+
+@pytest.mark.parametrize("command", ["table", "report"])
+def test_a_damaged_run_is_left_out_and_named(
+    command: str, tmp_path: Path, geoparam: Geoparam, finished: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "runs" / "b")
+    for name, content in (("a", "{"), ("c", '{"method": "sp"}\n')):
+        shutil.copytree(finished, tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text(f"{content}\n")
+    out = tmp_path / "out"
+    told = geoparam(command, tmp_path / "runs", "--out", out).status
+    assert "Left out: " in told and "a/metrics.jsonl, line 1" in told and "c/metrics" in told
+    assert "Perturbed units: b" in out.read_text()
+
+
+def test_a_pipe_that_is_closed_ends_the_command_quietly(finished: Path) -> None:
+    command = [sys.executable, "-m", "geoparam", "table", *[str(finished)] * 100]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 def test_bench_lists_runs_and_refuses(

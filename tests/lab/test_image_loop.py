@@ -262,7 +262,7 @@ def test_the_released_schedule_reports_its_best_weights(tmp_path: Path) -> None:
     assert record["select_top5"] == top5[best]
     model = networks.build("vgg6", "bn", images.classes, size=8, widths=chosen.widths)
     model.load_state_dict(weights(tmp_path))
-    place = preparation.make_accelerator("fp32").device
+    place = processes.make_accelerator("fp32").device
     [(x, labels)] = images.hold_out(0.25).val(96, device=place).epoch(0)
     hits = (model.eval()(x).topk(5).indices == labels.unsqueeze(1)).any(1).float()
     assert 100 * hits.mean().item() == pytest.approx(top5[best])

@@ -65,7 +65,7 @@ def kill_method(owner: Any, name: str, call: int) -> Callable[[pytest.MonkeyPatc
 
 
 mid_epoch = kill_method(Training, "train_on", 2 * STEPS + 3)
-after_evaluation = kill_method(run_checkpoints, "write", 2)
+after_evaluation = kill_method(run_checkpoints, "write_checkpoint", 2)
 POINTS = {
     "mid-epoch": mid_epoch,
     "before the end of an epoch": kill_method(Training, "end_epoch", 2),
@@ -140,11 +140,42 @@ def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(settings(), tmp_path, monkeypatch)
-    path = tmp_path / run_checkpoints.CHECKPOINT
+def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged .*Remove it"):
+
+
+def flip(path: Path) -> None:
+    """Change one byte in the middle of a file, which is within a tensor."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = train(settings(), source(), tmp_path / "whole", track=2)
+    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
+    damage(tmp_path / "parts" / run_checkpoints.CHECKPOINT)
+    outcome = train(settings(), source(), tmp_path / "parts", track=2)
+    said = "checkpoint.pt is damaged (RuntimeError). The run goes on from checkpoint-before.pt."
+    assert (said in capsys.readouterr().err) == (damage is not Path.unlink)
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
+    assert whole.tobytes() == parts.tobytes()
+
+
+def test_two_damaged_checkpoints_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(settings(), tmp_path, monkeypatch)
+    cut(tmp_path / run_checkpoints.CHECKPOINT)
+    cut(tmp_path / run_checkpoints.BEFORE)
+    with pytest.raises(ValueError, match="damaged .*-before.pt is damaged .*Remove what is there"):
         train(settings(), source(), tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import html.parser
+import os
 import re
 import zlib
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import run_folders
 
 from geoparam_lab import report
+from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.report import page as report_page
 from geoparam_lab.report.page import unbroken
 from geoparam_lab.run_folder import Run
@@ -145,10 +147,45 @@ def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     assert [a["alt"] for a in page.all("img")] == ["Good"] and not page.all("canvas")
 
 
+def test_a_page_shows_files_of_its_folder_alone(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    figures = run.folder / "figures"
+    (tmp_path / "private").write_text("a private key")
+    for name in ("caption", "link", "large"):
+        run_folders.picture(figures, name)
+    (figures / "caption.txt").unlink(missing_ok=True)
+    (figures / "caption.txt").symlink_to(tmp_path / "private")
+    (figures / "link.png").rename(tmp_path / "elsewhere.png")
+    (figures / "link.png").symlink_to(tmp_path / "elsewhere.png")
+    os.truncate(figures / "large.png", report_page.LARGEST_FIGURE + 1)
+    os.mkfifo(figures / "pipe.png")
+    page = Parsed(report.make_page([run]))
+    assert "a private key" not in page.text
+    assert [a["alt"] for a in page.all("img")] == ["Caption"]
+    for name, reason in (("link", "is a link"), ("pipe", "not a regular"), ("large", "at most")):
+        assert f"{name}.png cannot be shown: " in page.text and reason in page.text
+
+
+def test_a_page_shows_no_linked_folder(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    run_folders.picture(tmp_path / "pictures", "private")
+    (run.folder / "figures").symlink_to(tmp_path / "pictures")
+    assert not Parsed(report.make_page([run])).all("img")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_any_experiment_has_a_page_before_its_first_record(
+    experiment: str, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path / "run", experiment, {}, f"geoparam run {experiment}")
+    assert "is finished yet" in Parsed(report.make_page([run])).text
+
+
 def test_the_commands_of_all_sessions_are_listed_once(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy --out x")
+    run.close()
     for more in ("geoparam run levy --out x", "geoparam run levy --out x --resume"):
-        Run.create(tmp_path / "run", "levy", {}, more, resume=True)
+        Run.create(tmp_path / "run", "levy", {}, more, resume=True).close()
     assert report_page.list_commands(run) == [
         "geoparam run levy --out x",
         "geoparam run levy --out x --resume",

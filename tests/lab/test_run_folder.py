@@ -2,17 +2,21 @@
 
 import json
 import math
+import os
+import resource
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import forked
 import numpy as np
 import pytest
 import torch
 
 import geoparam
-from geoparam_lab import session
+from geoparam_lab import run_folder, session
 from geoparam_lab.run_folder import Run
 
 CONFIG = {"epochs": 5, "methods": ["sp", "gmp"], "lr": 0.1}
@@ -26,7 +30,9 @@ def create(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Run
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return create(tmp_path / "run")
+    run = create(tmp_path / "run")
+    run.close()
+    return run
 
 
 def test_config_says_what_was_run_and_with_what(run: Run) -> None:
@@ -107,6 +113,7 @@ def test_only_records_with_new_keys_are_appended(run: Run) -> None:
 def test_a_half_written_line_is_ignored_and_overwritten(run: Run) -> None:
     metrics = run.folder / "metrics.jsonl"
     run.append({"method": "sp", "seed": 0})
+    run.close()
     with open(metrics, "ab") as file:
         file.write(b'{"method": "sp", "seed": 1, "test_r')
     resumed = create(run.folder, resume=True)
@@ -161,7 +168,7 @@ def test_an_option_that_an_older_run_did_not_have_was_its_default(run: Run) -> N
 
 def test_tuples_and_nan_do_not_count_as_differences(tmp_path: Path) -> None:
     config = {"seeds": (0, 1), "limit": math.nan, "range": range(3)}
-    create(tmp_path, config)
+    create(tmp_path, config).close()
     create(tmp_path, config, resume=True)
 
 
@@ -211,3 +218,116 @@ def test_an_interrupted_figure_leaves_the_old_one(run: Run) -> None:
     with pytest.raises(KeyboardInterrupt):
         run.figure("fit", Interrupted(KeyboardInterrupt))
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_run_that_is_written_to_cannot_be_resumed(tmp_path: Path) -> None:
+    with create(tmp_path) as writer:
+        with pytest.raises(OSError, match="in use: another process, on this machine or on one"):
+            create(tmp_path, resume=True)
+        writer.append({"method": "sp", "seed": 0})
+    create(tmp_path, resume=True)
+    assert len(writer.records()) == 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_opened_run_holds_the_folder_from_its_first_record_on(run: Run) -> None:
+    writer = Run.open(run.folder)
+    create(run.folder, resume=True).close()
+    writer.append({"method": "sp", "seed": 0})
+    with pytest.raises(OSError, match="in use"):
+        create(run.folder, resume=True)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_refused_resume_leaves_the_folder_free(run: Run) -> None:
+    with pytest.raises(ValueError, match="epochs=5, now 6"):
+        create(run.folder, CONFIG | {"epochs": 6}, resume=True)
+    create(run.folder, resume=True)
+
+
+def create_and_die(folder: Path) -> None:
+    run = create(folder)
+    run.append({"method": "sp", "seed": 0})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_lock_of_a_killed_process_does_not_block(tmp_path: Path) -> None:
+    assert forked.end(forked.start(create_and_die, tmp_path)) == -signal.SIGKILL
+    with create(tmp_path, resume=True) as run:
+        run.append({"method": "sp", "seed": 1})
+    assert [record["seed"] for record in run.records()] == [0, 1]
+
+
+def test_a_folder_that_cannot_be_locked_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = NotImplementedError("no flock on this file system")
+    monkeypatch.setattr(run_folder.FileLock, "acquire", Mock(side_effect=error))
+    with pytest.raises(OSError, match="cannot be locked.*no flock.*Choose a folder"):
+        create(tmp_path)
+
+
+def test_a_record_that_does_not_fit_the_disk_leaves_no_half_line(run: Run) -> None:
+    run.append({"method": "sp", "seed": 0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run.append({"method": "sp", "seed": 1, "text": "x" * 2000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run.append({"method": "sp", "seed": 2})
+    assert [record["seed"] for record in run.records()] == [0, 2]
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "sessions.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_read(run: Run, file: str, kind: str, tmp_path: Path) -> None:
+    path = run.folder / file
+    content = path.read_bytes() if path.exists() else b""
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ValueError, match=f"{file} is (a link|not a regular file)"):
+        opened = Run.open(run.folder)
+        opened.records()
+        opened.sessions()
+
+
+def test_records_in_a_file_that_is_too_large_are_refused(run: Run) -> None:
+    run.append({"method": "sp", "seed": 0})
+    os.truncate(run.folder / "metrics.jsonl", run_folder.LARGEST + 1)
+    with pytest.raises(ValueError, match="at most 1,073,741,824 are read"):
+        run.records()
+
+
+def test_curves_are_the_folders_own_and_bounded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.save_curves("a", loss=np.zeros(100_000))
+    monkeypatch.setattr(run_folder, "LARGEST", 10_000)
+    with pytest.raises(ValueError, match="a.npz cannot be read: .* 800,"):
+        run.curves("a")
+    path.rename(tmp_path / "elsewhere.npz")
+    path.symlink_to(tmp_path / "elsewhere.npz")
+    with pytest.raises(ValueError, match="a.npz is a link"):
+        run.curves("a")
+
+
+def test_a_folder_that_does_not_exist_is_told_from_one_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nodir does not exist"):
+        Run.open(tmp_path / "nodir")
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Run.open(tmp_path)

@@ -240,22 +240,6 @@ def test_an_experiment_that_is_not_known_has_a_table_all_the_same() -> None:
     assert cell(table, "Test RMSE", "SP") == "1.500 ± 0.500"
 
 
-def width_records() -> list[Record]:
-    found: list[Record] = []
-    for init in ("glorot", "sphere"):
-        key = {"dataset": "levy", "method": "gmp", "init": init}
-        found.append({**key, "kind": "start", "width": 16, "seed": 0, "activation": 3.0})
-        answer = {"exponent_activation": -0.49}
-        found.append({**key, "kind": "answer", "width": None, "lr": None, "seed": None, **answer})
-    return found
-
-
-def test_the_width_experiment_has_a_table_of_answers() -> None:
-    exponents = only(tables.from_records(width_records(), "width"))
-    assert exponents.columns == ("method", "data set", "init", "activations")
-    assert cell(exponents, "activations", "GmP", "Levy", "Sphere") == "-0.490"
-
-
 def test_nothing_finished_makes_no_table_and_says_so(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
     assert tables.make_tables(run) == []

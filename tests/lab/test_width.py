@@ -1,69 +1,52 @@
-"""The width experiment: what is known of its numbers beforehand."""
+"""The script on widths: what is known of its numbers beforehand."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import width
+from claim import make_tasks
 from torch import nn
 
-from geoparam_lab.experiments import width
 from geoparam_lab.methods import mlp
-from geoparam_lab.run_folder import Run, select_records
 
-OPTIONS: dict[str, Any] = {"widths": (16, 64, 256), "seeds": 8}
-
-
-def energy(rows: int = 50) -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.RandomState(0).randn(rows, 8)
-    return x, 10 * np.abs(x).sum(1)
-
-
-def run(folder: Path, **options: Any) -> Run:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(width.data_sets, "load", lambda name, data: energy())
-        return width.run(folder, **(OPTIONS | options))
+Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(tmp_path_factory.mktemp("width") / "run")
-
-
-def answer(run: Run, dataset: str, method: str, init: str) -> dict[str, Any]:
-    fields = {"kind": "answer", "dataset": dataset, "method": method, "init": init}
-    [found] = select_records(run.records(), **fields)
+def records() -> list[Record]:
+    x = np.random.RandomState(0).randn(50, 8)
+    sets = {"energy": (x, 10 * np.abs(x).sum(1))}
+    found = []
+    tasks = make_tasks("width", ["levy", "energy"], width.VARIANTS, (16, 64, 256), seeds=8)
+    for members in tasks:
+        measured = zip(members, width.measure(members, sets), strict=True)
+        found += [member._asdict() | values for member, values in measured]
     return found
 
 
-def test_every_network_has_a_record(finished: Run) -> None:
-    kinds = [record["kind"] for record in finished.records()]
-    assert kinds.count("start") == 2 * 4 * 3 * 8  # sets, variants, widths, seeds
-    assert kinds.count("answer") == 2 * 4
-
-
-@pytest.mark.parametrize("dataset", width.DATASETS)
+@pytest.mark.parametrize("dataset", ["levy", "energy"])
 @pytest.mark.parametrize(
-    ("method", "init", "expected"),
-    [("gmp", "sphere", 0), ("gmp", "glorot", -0.5), ("sp", "glorot", -0.5), ("sp", "he", 0)],
+    ("variant", "expected"),
+    [("gmp:init=sphere", 0), ("gmp:init=glorot", -0.5), ("sp:init=glorot", -0.5)]
+    + [("sp:init=he", 0)],
 )
 def test_activations_depend_on_the_width_as_the_formula_says(
-    finished: Run, dataset: str, method: str, init: str, expected: float
+    records: list[Record], dataset: str, variant: str, expected: float
 ) -> None:
-    found = answer(finished, dataset, method, init)
-    assert found["exponent_activation"] == pytest.approx(expected, abs=0.13)
-    assert found["exponent_gradient_output"] == pytest.approx(expected, abs=0.13)
+    answers = {(a["dataset"], a["method"]): a for a in width.find_exponents(records)}
+    exponents = answers[dataset, variant]
+    assert exponents["exponent_activation"] == pytest.approx(expected, abs=0.13)
+    assert exponents["exponent_gradient_output"] == pytest.approx(expected, abs=0.13)
 
 
-def test_the_codes_initialisation_starts_as_sp_with_glorot(finished: Run) -> None:
-    def starts(method: str) -> list[tuple[float, float]]:
-        own = select_records(finished.records(), kind="start", method=method, init="glorot")
-        own.sort(key=lambda r: (r["dataset"], r["width"], r["seed"]))
-        return [(r["activation"], r["output"]) for r in own]
+def test_the_codes_initialisation_starts_as_sp_with_glorot(records: list[Record]) -> None:
+    def starts(variant: str) -> list[tuple[float, float]]:
+        return [(r["activation"], r["output"]) for r in records if r["method"] == variant]
 
-    np.testing.assert_allclose(starts("gmp"), starts("sp"))
+    np.testing.assert_allclose(starts("gmp:init=glorot"), starts("sp:init=glorot"))
 
 
 @pytest.mark.parametrize(("method", "init"), [("sp", "glorot"), ("sp", "he"), ("gmp", "sphere")])

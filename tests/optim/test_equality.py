@@ -48,8 +48,14 @@ def find_largest_difference(one: tuple[Any, Any], other: tuple[Any, Any], steps:
     return max(abs(a - b).item() for a, b in pairs)
 
 
-CASES = [(mlp, SGD, 50), (mlp, ADAM, 50), (cnn, SGD, 50), (cnn, ADAM, 50)]
-CASES += [(bert, ADAM, 20), (gpt2, SGD, 20)]
+CASES = [
+    (mlp, SGD, 50),
+    (mlp, ADAM, 50),
+    (cnn, SGD, 50),
+    (cnn, ADAM, 50),
+    (bert, ADAM, 20),
+    (gpt2, SGD, 20),
+]
 
 
 @both_coordinates
@@ -67,12 +73,14 @@ def test_r_passes_zero_as_in_the_converted_model(coordinates: str) -> None:
     """A gradient along the rows takes r through zero; one against them takes it back."""
     plain, twin = trainings(mlp(), coordinates, torch.optim.SGD, lr=0.1)
     along = plain[0][3].weight.detach().clone()
+    x = torch.eye(6).double()
     signs = []
     for step in range(40):
         for model, optimizer in (plain, twin):
-            loss = (model[3].weight * along).sum() * (1 if step < 20 else -1)
+            pull = (model[3].weight * along).sum()
+            loss = model(x).square().mean()
             optimizer.zero_grad()
-            (loss + model(torch.eye(6).double()).square().mean()).backward()
+            (loss + pull if step < 20 else loss - pull).backward()
             optimizer.step()
         signs.append(bool((twin[0][3].r < 0).any()))
     assert signs[20] and not signs[-1]
@@ -85,7 +93,8 @@ def test_a_large_bias_trains_as_in_the_converted_model(
     coordinates: str, size: float, steps: int
 ) -> None:
     model = mlp()
-    model[3].bias.data[0] = size * model[3].weight[0].norm()
+    length = model[3].weight[0].norm()
+    model[3].bias.data[0] = size * length
     plain, twin = trainings(model, coordinates, **SGD)
     assert find_largest_difference(plain, twin, steps) < 1e-12
 
@@ -111,9 +120,12 @@ def make_digits_model(kind: str) -> nn.Sequential:
     if kind != "mlp":
         norm: Any = nn.BatchNorm2d if kind == "batchnorm" else nn.Identity
         inner = [nn.Unflatten(1, (1, 8, 8))]
-        inner += [nn.Conv2d(1, 16, 3, padding=1), norm(16), nn.ReLU()]
-        inner += [nn.Conv2d(16, 24, 3, stride=2), norm(24), nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*inner, nn.Linear(216, 32), nn.ReLU(), nn.Linear(32, 10)).double()
+        inner += [nn.Conv2d(1, 16, 3, padding=1), norm(16)]
+        inner += [nn.ReLU()]
+        inner += [nn.Conv2d(16, 24, 3, stride=2), norm(24)]
+        inner += [nn.ReLU(), nn.Flatten()]
+    last = nn.Linear(216, 32), nn.ReLU(), nn.Linear(32, 10)
+    return nn.Sequential(*inner, *last).double()
 
 
 def train_on_digits(model: nn.Module, optimizer: Any) -> Tensor:

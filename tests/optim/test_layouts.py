@@ -15,13 +15,15 @@ from plain_models import (
     find_angles,
     find_table,
     gpt2,
+    mixture,
     rms,
+    rows,
     train,
 )
 from torch import Tensor, nn
 
-Layers = list[tuple[Tensor, Tensor | None]]
-Pieces = Callable[[Callable[[str], Tensor]], Iterable[tuple[Tensor, Tensor | None]]]
+Layer = tuple[Tensor, Tensor | None]  # weight and bias
+Pieces = Callable[[Callable[[str], Tensor]], Iterable[Layer]]
 
 BASES: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
@@ -43,10 +45,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def packed() -> FunctionModel:
     """Return a head of attention whose projections are one matrix."""
     torch.manual_seed(1)
-    layers = {"qkv": nn.Linear(6, sum(SIZES)), "head": nn.Linear(4, 3)}
-    return FunctionModel(
-        lambda m, x: m.head(attend(*m.qkv(x).split(SIZES, dim=-1))), **layers
-    ).double()
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.qkv(x).split(SIZES, dim=-1)
+        return model.head(attend(q, k, v))
+
+    qkv, head = nn.Linear(6, sum(SIZES)), nn.Linear(4, 3)
+    return FunctionModel(forward, qkv=qkv, head=head).double()
 
 
 def apart() -> FunctionModel:
@@ -57,16 +62,20 @@ def apart() -> FunctionModel:
     for name, weight, bias in zip("qkv", weights, biases, strict=True):
         layers[name] = nn.Linear(6, len(weight)).double()
         layers[name].load_state_dict({"weight": weight, "bias": bias})
-    return FunctionModel(
-        lambda m, x: m.head(attend(m.q(x), m.k(x), m.v(x))), **layers, head=source.head
-    )
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.q(x), model.k(x), model.v(x)
+        return model.head(attend(q, k, v))
+
+    return FunctionModel(forward, **layers, head=source.head)
 
 
 @every_base
 def test_a_packed_projection_trains_as_three_layers(base: str) -> None:
     model, other = packed(), apart()
-    one = train(model, build(model, split={"qkv": SIZES}, **BASES[base]), 20)
-    two = train(other, build(other, **BASES[base]), 20)
+    optimizer = build(model, split={"qkv": SIZES}, **BASES[base])
+    same = build(other, **BASES[base])
+    one, two = train(model, optimizer, 20), train(other, same, 20)
     bound = 2e-2 if "Muon" in base else 1e-12  # Newton-Schulz steps are in bfloat16
     torch.testing.assert_close(one, two, rtol=bound, atol=bound)
 
@@ -101,12 +110,12 @@ class Piecewise:
                 layer.bias.data.copy_(bias)
             self.apart.append(layer)
 
-    def find_values(self) -> Layers:
+    def find_values(self) -> list[Layer]:
         """Return copies of the layers' weights and biases."""
         cut = self.pieces(lambda name: self.model.get_parameter(name).detach().clone())
         return list(cut)
 
-    def find_turns(self, before: Layers) -> list[float]:
+    def find_turns(self, before: list[Layer]) -> list[float]:
         """Return the rms angle by which each layer has turned."""
         pairs = zip(before, self.find_values(), strict=True)
         return [rms(find_angles(old, new)) for (old, _), (new, _) in pairs]
@@ -128,8 +137,12 @@ class Piecewise:
 def attention() -> Piecewise:
     torch.manual_seed(1)
     mha = nn.MultiheadAttention(6, 2, batch_first=True)
-    layers = {"attention": mha, "head": nn.Linear(6, 3)}
-    model = FunctionModel(lambda m, x: m.head(m.attention(*[x[None]] * 3)[0][0]), **layers)
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        mixed, _ = model.attention(x, x, x)
+        return model.head(mixed)
+
+    model = FunctionModel(forward, attention=mha, head=nn.Linear(6, 3))
 
     def pieces(get: Any) -> Any:
         weights, biases = (get(f"attention.in_proj_{x}").chunk(3) for x in ("weight", "bias"))
@@ -148,29 +161,6 @@ def gpt2s_attention() -> Piecewise:
     return Piecewise(gpt2(), pieces)
 
 
-def make_mixture(name: str) -> nn.Module:
-    """Return a tiny language model with experts, of transformers."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=20,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=131072,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        experts_implementation="eager",
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
-
-
 def mixtral() -> Piecewise:
     """Its experts are (experts, outputs, inputs); gate and up are halves of a matrix."""
 
@@ -183,7 +173,7 @@ def mixtral() -> Piecewise:
             for down in get(f"{experts}.down_proj"):
                 yield down, None
 
-    return Piecewise(make_mixture("Mixtral"), pieces)
+    return Piecewise(mixture("Mixtral"), pieces)
 
 
 def gpt_oss() -> Piecewise:
@@ -196,7 +186,7 @@ def gpt_oss() -> Piecewise:
                 weights = [weight.t() for weight in get(name)]
                 yield from zip(weights, get(f"{name}_bias"), strict=True)
 
-    return Piecewise(make_mixture("GptOss"), pieces)
+    return Piecewise(mixture("GptOss"), pieces)
 
 
 class Experts(nn.Module):
@@ -262,10 +252,11 @@ def test_each_layer_in_a_parameter_turns_by_the_angle(layout: str) -> None:
 def test_an_own_projection_is_split_by_a_number_of_equal_parts() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    both = Piecewise(model, lambda get: [(part, None) for part in get("0.weight").chunk(3)])
-    before = both.find_values()
-    train(model, build(model, turn=2.0, max_turn=180, split={"0": 3}), 1)
-    assert both.find_turns(before) == pytest.approx([2.0] * 3, rel=1e-6)
+    before = rows(model[0]).chunk(3)
+    optimizer = build(model, turn=2.0, max_turn=180, split={"0": 3})
+    train(model, optimizer, 1)
+    for old, new in zip(before, rows(model[0]).chunk(3), strict=True):
+        assert rms(find_angles(old, new)) == pytest.approx(2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("base", ["SGD, turn", "Adam, turn", "Muon, turn"])
@@ -289,7 +280,7 @@ def test_an_expert_without_tokens_does_not_turn(base: str) -> None:
 
 @pytest.mark.parametrize("name, router", [("Mixtral", "gate"), ("GptOss", "router")])
 def test_experts_are_units_and_routers_stay_plain(name: str, router: str) -> None:
-    table = find_table(build(make_mixture(name)))
+    table = find_table(build(mixture(name)))
     assert table[f"model.layers.1.mlp.{router}.weight"] == "a router"
     assert table["lm_head.weight"].startswith("the output layer")
     parts = 8 if name == "Mixtral" else 4
@@ -305,6 +296,19 @@ def test_a_router_of_ones_own_beside_experts_stays_plain() -> None:
     assert table["block.experts.w1"].startswith("24 6")
 
 
+def test_a_router_in_the_module_of_a_stack_stays_plain() -> None:
+    mixture = Experts()
+    mixture.gate = nn.Linear(6, 3)
+    model = nn.Sequential(mixture, nn.Linear(8, 3))
+    assert find_table(build(model, stacks={"w1": "ieo"}))["0.gate.weight"] == "a router"
+
+
+def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
+    model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
+    assert find_table(build(model))["qkv.weight"].endswith("q, k, v in one? Then give split=")
+    assert find_table(build(model, split={"qkv": 3}))["qkv.weight"].endswith("free; 3 layers")
+
+
 def test_a_stack_that_nobody_named_stays_plain() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     assert find_table(build(model))["0.w1"] == "not in a known layer"
@@ -315,8 +319,9 @@ def test_a_stack_that_nobody_named_stays_plain() -> None:
 def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> None:
     attention = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     transposed = nn.ConvTranspose1d(6, 6, 1, groups=2), nn.BatchNorm1d(6)
-    model = nn.Sequential(nn.Embedding(6, 8), attention, *transposed, nn.Linear(8, 6)).double()
-    model[4].weight = model[0].weight
+    embedding, head = nn.Embedding(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(embedding, attention, *transposed, head).double()
+    head.weight = embedding.weight
     tokens = torch.arange(6)[None]
     inputs = tokens if is_traced else None
     optimizer = build(model, coordinates=coordinates, example_inputs=inputs)
@@ -333,12 +338,14 @@ def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> No
 
 @both_coordinates
 def test_units_of_a_transposed_convolution_are_its_columns(coordinates: str) -> None:
-    model = nn.Sequential(nn.ConvTranspose1d(6, 6, 1, groups=2), nn.Linear(8, 3)).double()
-    before = copy.deepcopy(model[0].weight.detach())
+    layer = nn.ConvTranspose1d(6, 6, 1, groups=2)
+    model = nn.Sequential(layer, nn.Linear(8, 3)).double()
+    before = copy.deepcopy(layer.weight)
     optimizer = build(model, coordinates=coordinates, scale="fixed")
-    model(torch.randn(4, 6, 8).double()).square().mean().backward()
+    x = torch.randn(4, 6, 8).double()
+    model(x).square().mean().backward()
     optimizer.step()
-    for new, old in zip(model[0].weight.detach().chunk(2), before.chunk(2), strict=True):
+    for new, old in zip(layer.weight.chunk(2), before.chunk(2), strict=True):
         torch.testing.assert_close(new.norm(dim=0), old.norm(dim=0))
 
 
@@ -361,15 +368,17 @@ def test_a_split_or_stack_that_does_not_fit_gets_a_sentence(options: Any, words:
         build(packed(), **options)
 
 
-def test_the_letters_of_a_stack_are_checked() -> None:
+@pytest.mark.parametrize("axes", ["eo", "eoo", 3])
+def test_the_letters_of_a_stack_are_checked(axes: Any) -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="letters e, o and i once each; got 'eo'"):
-        build(model, stacks={"w1": "eo"})
+    with pytest.raises(ValueError, match=f"letters e, o and i once each; got {axes!r}"):
+        build(model, stacks={"w1": axes})
 
 
 def test_a_state_of_packed_layers_goes_on() -> None:
     model, other = packed(), packed()
-    optimizer, resumed = (build(m, split={"qkv": SIZES}, turn=2.0) for m in (model, other))
+    options = {"split": {"qkv": SIZES}, "turn": 2.0}
+    optimizer, resumed = build(model, **options), build(other, **options)
     train(model, optimizer)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(optimizer.state_dict())

@@ -1,6 +1,7 @@
 """Rows in plain torch and in Triton compute one thing; Muon on rows is torch's Muon."""
 
 import importlib
+import math
 import os
 from typing import Any
 
@@ -23,45 +24,59 @@ class Formulas:
     def __init__(self, shapes: list[tuple[int, int]], like: Tensor) -> None:
         self.counts = [count for count, _ in shapes]
 
+    def divide(self, *flat: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return numbers of rows as columns, one for each matrix."""
+        return [x[:, None].split(self.counts) for x in flat]
+
     def project(self, w: Any, g: Any, grad_d: Any, length: Tensor, r_before: Tensor) -> Any:
         columns = []
-        flat = [x[:, None].split(self.counts) for x in (length, r_before)]
+        flat = self.divide(length, r_before)
         for x, y, out, at_length, before in zip(w, g, grad_d, *flat, strict=True):
-            r = x.norm(dim=1, keepdim=True) * torch.where(before < 0, -1, 1)
+            r = x.norm(dim=1, keepdim=True)
+            r = torch.where(before < 0, -r, r)
             u = torch.where(r == 0, 0, x / r)
             grad_r = (y * u).sum(dim=1, keepdim=True)
-            is_new = (r == 0) & (before == 0)
             size = y.norm(dim=1, keepdim=True)
-            out.copy_(torch.where(is_new, y, r / at_length * (y - grad_r * u)))
-            columns.append(torch.cat([r, torch.where(is_new, -size, grad_r), size], dim=1))
+
+            is_new = (r == 0) & (before == 0)
+            gradient = r / at_length * (y - grad_r * u)
+            out.copy_(torch.where(is_new, y, gradient))
+            grad_r = torch.where(is_new, -size, grad_r)
+            columns.append(torch.cat([r, grad_r, size], dim=1))
         return torch.cat(columns).unbind(dim=1)
 
     def measure(self, w: Any, d: Any, r: Tensor, work: Any) -> Any:
         columns = []
-        for x, y, scale in zip(w, d, r[:, None].split(self.counts), strict=True):
+        for x, y, scale in zip(w, d, *self.divide(r), strict=True):
             u = torch.where(scale == 0, 0, x / scale)
             along = (y * u).sum(dim=1, keepdim=True)
-            columns.append(torch.cat([along, (y - along * u).norm(dim=1, keepdim=True)], dim=1))
+            across = (y - along * u).norm(dim=1, keepdim=True)
+            columns.append(torch.cat([along, across], dim=1))
         return torch.cat(columns).unbind(dim=1)
 
     def combine(self, w: Any, d: Any, a: Tensor, b: Tensor) -> None:
-        flat = [x[:, None].split(self.counts) for x in (a, b)]
-        for x, y, by_w, by_d in zip(w, d, *flat, strict=True):
+        for x, y, by_w, by_d in zip(w, d, *self.divide(a, b), strict=True):
             y.copy_(by_w * x + by_d * y)
+
+
+def draw(dtype: torch.dtype, random: torch.Generator) -> list[Tensor]:
+    """Return a random matrix of each shape."""
+    return [torch.randn(shape, generator=random, dtype=dtype) for shape in SHAPES]
 
 
 def results(rows: Any, dtype: torch.dtype) -> list[Tensor]:
     """Return all that the functions give for random rows: one zero, one never born."""
     random = torch.Generator().manual_seed(0)
-    w, g, d = (
-        [torch.randn(shape, generator=random, dtype=dtype) for shape in SHAPES] for _ in range(3)
-    )
+    w, g, d = (draw(dtype, random) for _ in range(3))
     total = sum(count for count, _ in SHAPES)
     r, a, b, length = torch.randn(4, total, generator=random, dtype=dtype)
+    length = length.abs() + 0.5
     w[0][1:] = 0
     r[2] = 0
-    grad_d, work = ([torch.full_like(x, torch.nan) for x in w] for _ in range(2))
-    projected = rows.project(w, g, grad_d, length.abs() + 0.5, r)
+
+    grad_d = [torch.full_like(x, torch.nan) for x in w]
+    work = [torch.full_like(x, torch.nan) for x in w]
+    projected = rows.project(w, g, grad_d, length, r)
     measured = rows.measure(w, d, projected[0], work)
     rows.combine(w, d, a, b)
     return [*projected, *grad_d, *measured, *d]
@@ -73,27 +88,35 @@ def test_kernels_compute_the_formulas(kernels: str, dtype: torch.dtype) -> None:
     make: Any = Rows
     if kernels == "triton":
         make = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
-    like, bound = torch.empty(0, dtype=dtype), BOUNDS[dtype]
-    found, expected = (results(form(SHAPES, like), dtype) for form in (make, Formulas))
+    like = torch.empty(0, dtype=dtype)
+    found = results(make(SHAPES, like), dtype)
+    expected = results(Formulas(SHAPES, like), dtype)
+    bound = BOUNDS[dtype]
     torch.testing.assert_close(found, expected, rtol=bound, atol=10 * bound)
 
 
 def test_a_row_of_zeros_is_new_without_a_scale_and_pruned_with_one() -> None:
     grad_d = [torch.empty(3, 5)]
-    g = torch.ones(3, 5)
+    w, g = torch.zeros(3, 5), torch.ones(3, 5)
+    r_before = torch.tensor([0, 1, -1])
     rows = Rows([(3, 5)], g)
-    found = rows.project([torch.zeros(3, 5)], [g], grad_d, torch.ones(3), torch.tensor([0, 1, -1]))
-    assert torch.equal(grad_d[0], torch.tensor([1.0, 0, 0])[:, None].expand(3, 5))
-    torch.testing.assert_close(found[1], torch.tensor([-(5**0.5), 0, 0]))
+    _, grad_r, _ = rows.project([w], [g], grad_d, torch.ones(3), r_before)
+    assert grad_d[0].sum(dim=1).tolist() == [5, 0, 0]
+    assert grad_r.tolist() == pytest.approx([-math.sqrt(5), 0, 0])
 
 
-MUON = [{}, {"momentum": 0.5, "ns_steps": 3, "nesterov": False}]
-MUON += [{"adjust_lr_fn": "match_rms_adamw"}, {"weight_decay": 0.5}]
+MUON = [
+    {},
+    {"momentum": 0.5, "ns_steps": 3, "nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"weight_decay": 0.5},
+]
 
 
 @pytest.mark.parametrize("options", MUON, ids=str)
 def test_muon_steps_each_layer_as_torchs_does_alone(options: Any) -> None:
-    shapes = [(5, 12), (14, 5), (5, 3, 2, 2), (5, 12), (8, 8), (1, 5), (5, 1)]
+    shapes = [(5, 12), (14, 5), (5, 3, 2, 2), (5, 12)]
+    shapes += [(8, 8), (1, 5), (5, 1)]
     ours = [nn.Parameter(2.0**i * torch.randn(shape)) for i, shape in enumerate(shapes)]
     alone = [nn.Parameter(p.detach().flatten(1).clone()) for p in ours]
     torchs = [torch.optim.Muon([p], lr=0.02, **options) for p in alone]

@@ -30,7 +30,8 @@ class Loop:
 
     def step(self, by: int = 1) -> None:
         self.count += by
-        rate = RATE * min(1, (self.count + 1) / 3) * (1 - self.count / STEPS)
+        warm_up = min(1, (self.count + 1) / 3)
+        rate = RATE * warm_up * (1 - self.count / STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -152,7 +153,8 @@ def test_the_starting_rate_is_a_float_that_no_schedule_moves(lr: Any) -> None:
 
 def test_a_groups_own_rate_scales_its_turn() -> None:
     model = mlp()
-    groups = [{"params": model[0].parameters(), "lr": RATE / 4}, {"params": model[3].parameters()}]
+    slower = {"params": model[0].parameters(), "lr": RATE / 4}
+    groups = [slower, {"params": model[3].parameters()}]
     optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
     found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
     assert optimizer.turn() == pytest.approx([TURN / 4, TURN])
@@ -184,8 +186,9 @@ def find_changes(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     for group in optimizer.param_groups:
         group["lr"] = RATE / 2
     train(model, optimizer, 1)
-    lengths = rows(model[0]).norm(dim=1) - rows(mlp()[0]).norm(dim=1)
-    return lengths, rows(model[6]) - rows(mlp()[6])
+    first = mlp()
+    r = rows(model[0]).norm(dim=1) - rows(first[0]).norm(dim=1)
+    return r, rows(model[6]) - rows(first[6])
 
 
 def test_one_number_for_all_groups_keeps_the_ratio_of_r() -> None:
@@ -207,6 +210,11 @@ def test_one_number_for_all_groups_keeps_the_ratio_of_the_rest() -> None:
 def test_a_turn_that_looks_like_a_rate_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="turn=0.02 is an angle in degrees, and a small one"):
         build(mlp(), turn=0.02)
+
+
+def test_a_rate_that_looks_like_an_angle_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="lr=2.4 is the rate at which AdamW .* far too large"):
+        build(mlp(), Muon, turn=2.4, lr=2.4)
 
 
 def set_rate(optimizer: Any, rate: float) -> None:

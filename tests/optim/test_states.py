@@ -32,7 +32,8 @@ from geoparam.optim.inner import fit_state
 
 
 def assert_same_states(one: torch.optim.Optimizer, state: Any) -> None:
-    torch.testing.assert_close(one.state_dict()["state"], state["state"], rtol=0, atol=0)
+    found, expected = one.state_dict()["state"], state["state"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def resume(way: str, model: nn.Module, optimizer: Any, fresh: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -77,6 +78,16 @@ def test_goes_on_bit_for_bit(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Muon", "angles"])
 def test_goes_on_from_a_state_without_steps(kind: str) -> None:
     (model, optimizer), (new, resumed) = start(kind), start(kind)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_training((new, resumed), (model, optimizer))
+
+
+def test_a_number_in_a_state_keeps_its_type() -> None:
+    """NAdam's product of momenta is a float32 number beside float64 moments."""
+    model, new = mlp(), mlp()
+    optimizer, resumed = (build(m, torch.optim.NAdam, lr=0.01) for m in (model, new))
+    train(model, optimizer)
+    new.load_state_dict(model.state_dict())
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_same_training((new, resumed), (model, optimizer))
 
@@ -126,7 +137,8 @@ def test_weight_and_bias_of_two_precisions_go_on() -> None:
 
 
 def test_a_layer_that_missed_a_step_does_not_part_the_others() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(9)))
+    layers = [nn.Linear(3, 3, bias=False) for _ in range(9)]
+    model = nn.Sequential(*layers)
     optimizer = build(model, torch.optim.Adam, lr=0.01, turn=2.0)
     for step in range(3):
         for p in model.parameters():
@@ -135,8 +147,8 @@ def test_a_layer_that_missed_a_step_does_not_part_the_others() -> None:
             model[0].weight.grad = None
         optimizer.step()
     assert [len(block.members) for block in optimizer._blocks] == [8]
-    steps = [int(optimizer.state[model[i].weight]["direction/step"]) for i in range(8)]
-    assert steps == [2, *[3] * 7]
+    states = [optimizer.state[layer.weight] for layer in layers[:8]]
+    assert [int(state["direction/step"]) for state in states] == [2, *[3] * 7]
 
 
 CHANGES = {
@@ -195,7 +207,8 @@ def test_a_default_device_does_not_matter() -> None:
 
 
 def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
-    model, new = (mlp(norm=functools.partial(nn.BatchNorm1d, affine=False)) for _ in range(2))
+    norm = functools.partial(nn.BatchNorm1d, affine=False)
+    model, new = mlp(norm=norm), mlp(norm=norm)
     optimizer = build(model, momentum=0.9)
     train(model, optimizer)
     new.load_state_dict(model.state_dict())
@@ -208,8 +221,8 @@ def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
 
 def wider_mlp() -> nn.Sequential:
     model = mlp()
-    model[0], model[3] = nn.Linear(6, 9).double(), nn.Linear(9, 7).double()
-    return model
+    model[0], model[3] = nn.Linear(6, 9), nn.Linear(9, 7)
+    return model.double()
 
 
 def ungrouped_cnn() -> nn.Sequential:
@@ -294,7 +307,10 @@ def test_a_state_follows_its_parameter_to_a_device_and_its_step_if_asked(on_devi
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn"])
 @pytest.mark.parametrize("change", ["channels_last", "double", "transposed gradients"])
 def test_layout_and_type_may_change_in_mid_run(change: str, kind: str) -> None:
-    (model, optimizer), (other, same) = (start(kind, lambda _: cnn(torch.float32)) for _ in "ab")
+    def make(_: Any) -> nn.Module:
+        return cnn(torch.float32)
+
+    (model, optimizer), (other, same) = start(kind, make), start(kind, make)
     for step in range(6):
         is_changed = 2 <= step < 4
         if change == "channels_last":

@@ -45,8 +45,9 @@ def test_every_unit_turns_alike_whatever_the_gradients_scale(base: str) -> None:
     """Muon's Newton-Schulz steps are in bfloat16."""
     model, other = mlp(), mlp()
     options = {"turn": 2.4, "lr": 1e-12, **BASES[base]}  # the rate is that of the rest
-    angles = step_and_find_angles(model, build(model, **options), scale=1e-6)
-    expected = step_and_find_angles(other, build(other, **options))
+    optimizer, same = build(model, **options), build(other, **options)
+    angles = step_and_find_angles(model, optimizer, scale=1e-6)
+    expected = step_and_find_angles(other, same)
     torch.testing.assert_close(angles, expected, rtol=1e-6, atol=0)
 
 
@@ -71,25 +72,25 @@ def test_a_layer_without_gradient_does_not_turn_even_through_momentum(base: str)
     assert find_angles(before[1], rows(model[3])).max() > 0.5
 
 
-@pytest.mark.parametrize("options, most", [({}, 8.0), ({"max_turn": 3.0}, 3.0)])
-def test_one_unit_turns_by_at_most_four_times_turn(options: Any, most: float) -> None:
+BOUNDS = [
+    ({"turn": 2.0}, 8.0),  # four times turn
+    ({"turn": 2.0, "max_turn": 3.0}, 3.0),
+    ({"turn": 30.0}, 90.0),
+]
+
+
+@pytest.mark.parametrize("options, most", BOUNDS)
+def test_one_unit_alone_turns_by_at_most_max_turn(options: Any, most: float) -> None:
+    """Without a bound it would turn by sqrt(64) times `turn`."""
     model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 3)).double()
     before = rows(model[0])
-    model[0].weight.grad = torch.zeros_like(model[0].weight)
-    model[0].weight.grad[5] = torch.randn(6)  # alone it would turn by 2 sqrt(64) = 16 degrees
-    build(model, turn=2.0, **options).step()
+    gradient = torch.zeros_like(model[0].weight)
+    gradient[5] = torch.randn(6)
+    model[0].weight.grad = gradient
+    build(model, **options).step()
     angles = find_angles(before, rows(model[0]))
     assert angles[5].item() == pytest.approx(most, rel=1e-6)
     assert angles[:5].max() < 1e-6
-
-
-def test_one_unit_turns_by_at_most_90_degrees() -> None:
-    model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 3)).double()
-    before = rows(model[0])
-    model[0].weight.grad = torch.zeros_like(model[0].weight)
-    model[0].weight.grad[5] = torch.randn(6)
-    build(model, turn=30.0).step()
-    assert find_angles(before, rows(model[0]))[5].item() == pytest.approx(90, rel=1e-6)
 
 
 @both_coordinates
@@ -98,7 +99,8 @@ def test_max_turn_alone_bounds_units_and_leaves_others(coordinates: str) -> None
     options = {"coordinates": coordinates, "lr": 2.0}
     expected = torch.cat(step_and_find_angles(free, build(free, **options)))
     most = expected.median().item()
-    angles = torch.cat(step_and_find_angles(bounded, build(bounded, max_turn=most, **options)))
+    optimizer = build(bounded, max_turn=most, **options)
+    angles = torch.cat(step_and_find_angles(bounded, optimizer))
     torch.testing.assert_close(angles, expected.clamp(max=most), rtol=1e-6, atol=1e-9)
 
 
@@ -114,30 +116,34 @@ def test_a_bounded_unit_does_not_turn_round_by_the_sign_of_r(bound: Any) -> None
 @pytest.mark.parametrize("bound", [{"turn": 2.4}, {"max_turn": 10.0}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_unit_that_vanishes_and_comes_back_stays_finite(bound: Any, bias: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 1))
-    nn.init.normal_(model[0].weight, std=0.02)
+    layer = nn.Linear(8, 8, bias=bias)
+    model = nn.Sequential(layer, nn.Linear(8, 1))
+    nn.init.normal_(layer.weight, std=0.02)
     x = torch.randn(64, 8)
     optimizer = build(model, torch.optim.AdamW, lr=1e-2, **bound)
     for target in (0, 1):
         for _ in range(150):
             model.zero_grad()
-            (model[0](x) - target).square().mean().backward()
+            loss = (layer(x) - target).square().mean()
+            loss.backward()
             optimizer.step()
     assert_finite(model)
     if not bias:
-        assert 0.01 < rows(model[0]).norm(dim=1).max() < 10
+        assert 0.01 < rows(layer).norm(dim=1).max() < 10
 
 
 @both_coordinates
 @pytest.mark.parametrize("fan_in, options", [(1, {}), (2, {}), (1, {"max_turn": 9.0})])
 def test_r_crosses_zero_with_its_weight(fan_in: int, options: Any, coordinates: str) -> None:
-    model = nn.Sequential(nn.Linear(fan_in, 1, bias=False), nn.Linear(1, 1)).double()
-    nn.init.constant_(model[0].weight, 0.1)
+    layer = nn.Linear(fan_in, 1, bias=False)
+    model = nn.Sequential(layer, nn.Linear(1, 1)).double()
+    nn.init.constant_(layer.weight, 0.1)
     optimizer = build(model, lr=0.01, coordinates=coordinates, **options)
     for _ in range(45):
-        model[0].weight.grad = torch.ones_like(model[0].weight)  # along the unit: r alone
+        layer.weight.grad = torch.ones_like(layer.weight)  # along the unit: r alone
         optimizer.step()
-    torch.testing.assert_close(rows(model[0]), torch.full((1, fan_in), -0.35).double())
+    expected = torch.full_like(layer.weight, -0.35)
+    torch.testing.assert_close(layer.weight, expected)
 
 
 @both_coordinates

@@ -24,8 +24,16 @@ import geoparam as gp
 
 
 def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    model.extend([nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8, bias=False), nn.Linear(8, 2)])
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.ReLU(),
+        nn.Linear(8, 8, bias=False),
+        nn.Linear(8, 2),
+    )
     table = find_table(build(model))
     assert "228 of 266 parameters are units" in str(build(model))
     assert table["0.weight"] == "4 9 lam fixed, 1 follows"
@@ -35,9 +43,8 @@ def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
 
 
 def test_printing_says_who_steps_what_and_how_far() -> None:
-    optimizer = build(
-        mlp(), torch.optim.Muon, lr=0.02, turn=2.4, max_turn=9, scale_lr=1e-3, weight_decay=0.1
-    )
+    rates = {"lr": 0.02, "scale_lr": 1e-3, "weight_decay": 0.1}
+    optimizer = build(mlp(), torch.optim.Muon, turn=2.4, max_turn=9, **rates)
     units, rest = str(optimizer).splitlines()[1:3]
     expected = "group 0: directions (intrinsic) by Muon, turn 2.4 degrees at lr 0.02, max_turn 9"
     assert expected in units and "momentum 0.95" in units and "no decay" in units
@@ -53,6 +60,13 @@ def test_printing_names_the_present_rate_and_the_decay_of_r() -> None:
     assert "decay 0.3 on r" in str(optimizer)
 
 
+def test_printing_names_the_present_angle() -> None:
+    optimizer = build(mlp(), turn=2.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0125
+    assert "turn 2 degrees at lr 0.05, now 0.5 at lr 0.0125" in str(optimizer)
+
+
 def test_a_frozen_layer_is_not_counted() -> None:
     model = mlp()
     model[0].requires_grad_(False)
@@ -62,7 +76,8 @@ def test_a_frozen_layer_is_not_counted() -> None:
 
 
 def test_long_names_do_not_break_the_tables_columns() -> None:
-    lines = str(build(nn.ModuleDict({"long" * 11: mlp(), "b": mlp()}))).splitlines()
+    model = nn.ModuleDict({"long" * 11: mlp(), "b": mlp()})
+    lines = str(build(model)).splitlines()
     head = next(line for line in lines if line.endswith(" scale"))
     units = [line for line in lines if line.endswith(" free")]
     assert {line.rindex(" free") for line in units} == {head.rindex(" scale")}
@@ -70,8 +85,9 @@ def test_long_names_do_not_break_the_tables_columns() -> None:
 
 def test_weights_that_share_memory_stay_plain() -> None:
     """Their steps would mix."""
-    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6), mlp())
-    model[1].weight.data = model[0].weight.data.t()
+    first, second = nn.Linear(6, 4, bias=False), nn.Linear(4, 6)
+    second.weight.data = first.weight.data.t()
+    model = nn.Sequential(first, second, mlp())
     assert find_table(build(model))["0.weight"] == "shares memory with 1.weight"
 
 
@@ -121,15 +137,21 @@ def test_filter_fn_gets_the_names_of_the_model_inside_of_a_wrapper() -> None:
 
 @pytest.mark.parametrize("change", [weight_norm, lambda e: prune.identity(e, "weight")])
 def test_an_embedding_whose_weight_is_computed_stays_plain(change: Any) -> None:
-    table = find_table(build(nn.Sequential(change(nn.Embedding(10, 6)), mlp())))
+    embedding = change(nn.Embedding(10, 6))
+    table = find_table(build(nn.Sequential(embedding, mlp())))
     reasons = [reason for name, reason in table.items() if "orig" in name]
     assert reasons[-1] == "not in a known layer"
 
 
 def test_layers_that_do_not_run_are_judged_by_their_order() -> None:
-    layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 3), "aux": nn.Linear(8, 4)}
-    layers |= {"norm": nn.BatchNorm1d(4), "aux_out": nn.Linear(4, 3)}
-    model = FunctionModel(lambda m, x: m.out(m.a(x).relu()), **layers)
+    model = FunctionModel(
+        lambda m, x: m.out(m.a(x).relu()),
+        a=nn.Linear(6, 8),
+        out=nn.Linear(8, 3),
+        aux=nn.Linear(8, 4),
+        norm=nn.BatchNorm1d(4),
+        aux_out=nn.Linear(4, 3),
+    )
     table = find_table(build(model, example_inputs=torch.randn(4, 6)))
     assert table["aux.weight"].endswith("fixed, norm follows")
     assert table["aux_out.weight"] == table["out.weight"] == "the output layer"
@@ -145,7 +167,7 @@ def language_model(head_first: bool = False, blocks: int = 2, width: int = 4) ->
     if head_first:
         parts["lm_head"] = head
     block = {"up": nn.Linear(width, 6), "down": nn.Linear(6, width)}
-    parts["blocks"] = nn.ModuleList(copy.deepcopy(nn.ModuleDict(block)) for _ in range(blocks))
+    parts["blocks"] = nn.ModuleList(nn.ModuleDict(copy.deepcopy(block)) for _ in range(blocks))
     if not head_first:
         parts["lm_head"] = head
     return nn.ModuleDict(parts)
@@ -180,8 +202,12 @@ def test_a_guess_that_ends_a_block_is_warned_of() -> None:
 
 
 def test_a_run_finds_the_head_without_a_guess() -> None:
-    layers = {"head": nn.Linear(8, 3), "a": nn.Linear(6, 8), "b": nn.Linear(8, 8)}
-    model = FunctionModel(lambda m, x: m.head(m.b(m.a(x).relu()).relu()), **layers)
+    model = FunctionModel(
+        lambda m, x: m.head(m.b(m.a(x))),
+        head=nn.Linear(8, 3),
+        a=nn.Linear(6, 8),
+        b=nn.Linear(8, 8),
+    )
     table = find_table(build(model, example_inputs=torch.randn(4, 6)))
     assert table["head.weight"] == "the output layer"
     assert table["b.weight"] == "8 8 lam free"
@@ -193,15 +219,18 @@ def test_a_run_finds_the_head_without_a_guess() -> None:
 def test_a_group_is_divided_and_keeps_its_keys() -> None:
     model = mlp()
     slower = {"params": model[3].parameters(), "lr": 0.025, "lr_scale": 0.5}
-    groups = build(model, groups=[slower, {"params": model[6].parameters()}]).param_groups
-    assert [g["param_names"] for g in groups] == [["3.weight"], ["3.bias"], ["6.weight", "6.bias"]]
+    head = {"params": model[6].parameters()}
+    groups = build(model, groups=[slower, head]).param_groups
+    names = [group["param_names"] for group in groups]
+    assert names == [["3.weight"], ["3.bias"], ["6.weight", "6.bias"]]
     assert [g["lr"] for g in groups] == [0.025, 0.025, 0.05]
     assert [g.get("lr_scale") for g in groups] == [0.5, 0.5, None]
 
 
 def test_what_is_in_no_group_is_not_trained() -> None:
     model = mlp()
-    train(model, build(model, groups=[{"params": model[3].parameters()}]), 1)
+    groups = [{"params": model[3].parameters()}]
+    train(model, build(model, groups=groups), 1)
     assert_same_weights(model[0], mlp()[0])
     assert_same_weights(model[6], mlp()[6])
 
@@ -236,7 +265,8 @@ def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
     optimizer.add_param_group({"params": nn.Parameter(torch.ones(2))})
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05] * 3)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.05] * 3)
 
 
 # ---- bad input

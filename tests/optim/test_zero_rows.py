@@ -18,6 +18,7 @@ from plain_models import (
     mlp,
     rows,
     start,
+    step_with_ones,
     through_a_file,
     train,
 )
@@ -31,18 +32,16 @@ def zeroed(make: Any = mlp, dtype: torch.dtype = torch.float64) -> nn.Sequential
     return model
 
 
-def with_a_zero_row(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    model = mlp(dtype)
+def with_zeros(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Return an MLP with a row of zeros in layer 0, and a layer of zeros."""
+    model = zeroed(mlp, dtype)
     model[0].weight.data[2] = 0.0
     return model
 
 
 @every_kind
-@pytest.mark.parametrize("make", [with_a_zero_row, lambda dtype: zeroed(mlp, dtype)])
-def test_zero_rows_are_units_and_do_not_change_the_function_at_the_start(
-    kind: str, make: Any
-) -> None:
-    model, optimizer = start(kind, make)
+def test_zero_rows_are_units_and_do_not_change_the_function_at_the_start(kind: str) -> None:
+    model, optimizer = start(kind, with_zeros)
     before = copy.deepcopy(model)
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "3.weight"]
     for group in optimizer.param_groups:
@@ -53,49 +52,65 @@ def test_zero_rows_are_units_and_do_not_change_the_function_at_the_start(
 
 @every_kind
 def test_a_layer_of_zeros_grows_and_stays_finite(kind: str) -> None:
-    model, optimizer = start(kind, lambda dtype: zeroed(mlp, dtype))
+    model, optimizer = start(kind, with_zeros)
     train(model, optimizer, 10)
     assert model[3].weight.any(dim=1).all()
+    assert model[0].weight[2].any()
     assert_finite(model)
 
 
 @both_coordinates
-@pytest.mark.parametrize("make", [with_a_zero_row, zeroed])
-def test_the_first_step_of_a_zero_row_is_along_the_descent(make: Any, coordinates: str) -> None:
-    model = make()
-    is_zero = [~rows(model[i]).any(dim=1) for i in (0, 3)]
+def test_the_first_step_of_a_zero_row_is_along_the_descent(coordinates: str) -> None:
+    model = mlp()
+    model[0].weight.data[2] = 0.0
     train(model, build(model, coordinates=coordinates), 1)
-    for i, chosen in zip((0, 3), is_zero, strict=True):
-        step, descent = rows(model[i])[chosen], -model[i].weight.grad[chosen]
-        cosines = nn.functional.cosine_similarity(step, descent, dim=1)
-        torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    descent = -model[0].weight.grad[2]
+    cosine = nn.functional.cosine_similarity(model[0].weight[2], descent, dim=0)
+    assert cosine.item() == pytest.approx(1)
+
+
+@both_coordinates
+def test_the_first_step_of_a_layer_of_zeros_is_along_the_descent(coordinates: str) -> None:
+    model = zeroed()
+    train(model, build(model, coordinates=coordinates), 1)
+    descent = -model[3].weight.grad
+    cosines = nn.functional.cosine_similarity(rows(model[3]), descent, dim=1)
+    torch.testing.assert_close(cosines, torch.ones(7).double())
 
 
 def test_a_row_of_zeros_among_others_steps_as_a_plain_one() -> None:
     """Under SGD without momentum: its length is the rate times the gradient's."""
-    model, plain = with_a_zero_row(), with_a_zero_row()
+    model, plain = mlp(), mlp()
+    for one in (model, plain):
+        one[0].weight.data[2] = 0.0
     train(model, build(model), 1)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), 1)
     torch.testing.assert_close(rows(model[0])[2], rows(plain[0])[2])
 
 
-def test_beside_a_zero_row_the_others_step_as_they_would() -> None:
-    model, other = with_a_zero_row(), with_a_zero_row()
-    other[0].weight.data[2] = 1e-30
+@pytest.mark.parametrize("value", [0.0, 1e-30])
+def test_beside_a_zero_row_the_others_step_as_they_would(value: float) -> None:
+    model, other = mlp(), mlp()
+    model[0].weight.data[2] = value
     for one in (model, other):
-        backward(one)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        q.grad = p.grad.clone()
-    build(model, match=False).step()
-    build(other, match=False).step()
+        step_with_ones(one, build(one, match=False))
     others = [i for i in range(8) if i != 2]
     torch.testing.assert_close(rows(model[0])[others], rows(other[0])[others])
+
+
+def test_the_length_of_a_layer_is_the_mean_of_its_rows_that_are_not_zero() -> None:
+    model = with_zeros()
+    expected = rows(model[0]).norm(dim=1).sum() / 7
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    lengths = [optimizer.state[model[i].weight]["length"].item() for i in (0, 3)]
+    assert lengths == pytest.approx([expected.item(), 0])
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Muon", "angles", "bfloat16 turn"])
 def test_a_row_without_gradient_waits(kind: str) -> None:
     """A row of zeros whose gradient is zero is born when it has one."""
-    model, optimizer = start(kind, lambda dtype: zeroed(mlp, dtype))
+    model, optimizer = start(kind, with_zeros)
     for step in range(3):
         backward(model, step)
         if step < 2:
@@ -107,7 +122,7 @@ def test_a_row_without_gradient_waits(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn", "bfloat16 turn"])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_state_of_zero_rows_goes_on_bit_for_bit(kind: str, steps: int) -> None:
-    model, optimizer = start(kind, lambda dtype: zeroed(mlp, dtype))
+    model, optimizer = start(kind, with_zeros)
     train(model, optimizer, steps)
     other, resumed = start(kind)
     other.load_state_dict(model.state_dict())
@@ -209,4 +224,5 @@ def test_lora_learns_no_worse_than_under_adamw(lr: float) -> None:
 
 def test_loras_a_and_b_are_units() -> None:
     names = make_ours(lora(0), 1e-2).param_groups[0]["param_names"]
-    assert [name.split("lora_")[-1][0] for name in names if "lora" in name] == list("ABAB")
+    adapters = [name.split("lora_")[1] for name in names if "lora_" in name]
+    assert adapters == ["A.default.weight", "B.default.weight"] * 2

@@ -101,6 +101,7 @@ class Training:
         self.classes = source.classes
         self.is_main = accelerator.is_main_process
         self._prepare(preparation.make_network(settings, source, accelerator))
+
         place: dict[str, Any] = {
             "device": accelerator.device,
             "rank": accelerator.process_index,
@@ -111,14 +112,16 @@ class Training:
         self.batches = part.train(batch, seed=settings.seed, crop=settings.crop, **place)
         self.validation = part.val(batch, **place)  # evaluated after every epoch
         self.test = source.val(batch, **place) if select else None  # evaluated at the end
+
         self.epoch = 0
         self.sums = Sums(accelerator.device)
         self.split = "select" if select else "val"
         names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
         self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
         self.final = [float("nan")] * len(MEASURES)  # of the unseen images
-        has_plateau = settings.schedule in PLATEAUS
-        self.plateau = Plateau(settings.schedule, settings.patience) if has_plateau else None
+        self.plateau: Plateau | None = None
+        if settings.schedule in PLATEAUS:
+            self.plateau = Plateau(settings.schedule, settings.patience)
         self.best_epoch = -1  # the epoch that is reported: the last, where the best is not kept
         self.best_weights: run_checkpoints.State | None = None  # where they are kept
         self.seconds = 0.0  # of training
@@ -198,12 +201,14 @@ class Training:
         if is_hopeless or not math.isfinite(trained.loss + evaluated.loss):
             self.outcome = DIVERGED
             return
+
         lr = self.settings.lr * self._factor(self.batches.steps - 1)
         values = (*trained, *evaluated, lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
         stops = self._judge(evaluated)
-        self.epoch, self.sums = self.epoch + 1, Sums(self.accelerator.device)
+        self.epoch += 1
+        self.sums = Sums(self.accelerator.device)
         if stops or self.epoch >= self.settings.epochs:
             self._finish()
             self.outcome = STOPPED if stops else FINISHED
@@ -230,18 +235,23 @@ class Training:
         if self.plateau is not None and self.plateau.keeps_best:
             run_checkpoints.load_weights(self.model, self.best_weights)
             self.best_weights = None
-        has_statistics = any(n.endswith("running_mean") for n, _ in self.model.named_buffers())
-        if self.settings.recalibrate and has_statistics:
-            epochs = map(self.batches.epoch, itertools.count(self.epoch))
-            batches = itertools.chain.from_iterable(epochs)
-            some = itertools.islice(batches, self.settings.recalibrate)
-            with torch.compiler.set_stance("force_eager"):  # else all is compiled once more
-                gp.recalibrate_(self.model, (images for images, _ in some))
-            curves = list(self.curves.values())[len(MEASURES) :]
-            for curve, value in zip(curves, self.evaluate(self.validation), strict=False):
-                curve[self.best_epoch] = value
+        if self.settings.recalibrate:
+            self._recalibrate()
         if self.test is not None:
             self.final = list(self.evaluate(self.test))
+
+    def _recalibrate(self) -> None:
+        """Recompute running statistics on some training batches, and evaluate again."""
+        buffers = self.model.named_buffers()
+        if not any(name.endswith("running_mean") for name, _ in buffers):
+            return
+        epochs = map(self.batches.epoch, itertools.count(self.epoch))
+        batches = itertools.chain.from_iterable(epochs)
+        some = itertools.islice(batches, self.settings.recalibrate)
+        with torch.compiler.set_stance("force_eager"):  # else all is compiled once more
+            gp.recalibrate_(self.model, (images for images, _ in some))
+        for name, value in zip(MEASURES, self.evaluate(self.validation), strict=True):
+            self.curves[f"{self.split}_{name}"][self.best_epoch] = value
 
     def _has_collapsed(self) -> bool:
         """Return whether the reported epoch is at chance: its accuracy and its training loss.

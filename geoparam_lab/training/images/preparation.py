@@ -53,8 +53,8 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
                 stacklevel=2,
             )
     # FSDP2 takes no parameters in channels_last.
-    own = find_layout(accelerator.device)
-    layout = torch.contiguous_format if accelerator.is_fsdp2 else own
+    preferred = find_layout(accelerator.device)
+    layout = torch.contiguous_format if accelerator.is_fsdp2 else preferred
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
 
 
@@ -81,8 +81,8 @@ def _make_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
         known = set(map(id, scales))
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) not in known]
-        own = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
-        groups.append(groups[0] | own)
+        of_scales = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
+        groups.append(groups[0] | of_scales)
     return [group for group in groups if group["params"]]
 
 

@@ -182,9 +182,12 @@ class Settings:
             f"constants are of a ResNet's BatchNorm: {self.network} always has Keras's.",
         )
         if self.widths is not None:
-            fits = 0 < len(self.widths) <= (1 if is_resnet else math.inf) and min(self.widths) >= 1
-            words = "widths are numbers of channels from 1 on" + ", one for a ResNet" * is_resnet
-            _check(fits, f"{words}; got {list(self.widths)}.")
+            most = 1 if is_resnet else math.inf
+            _check(
+                0 < len(self.widths) <= most and min(self.widths) >= 1,
+                "widths are numbers of channels from 1 on, and a ResNet has one; got "
+                f"{list(self.widths)}.",
+            )
 
 
 @dataclass(frozen=True)
@@ -212,12 +215,32 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     return fall(schedule, share)
 
 
-WORDS = tuple(
-    "optimizer base rest coordinates schedule init imn mbn skip constants scales".split()
+WORDS = (
+    "optimizer",
+    "base",
+    "rest",
+    "coordinates",
+    "schedule",
+    "init",
+    "imn",
+    "mbn",
+    "skip",
+    "constants",
+    "scales",
 )
 WHOLE = ("accumulate", "crop", "patience")  # numbers that are whole
-_NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
-NUMBERS = (*_NUMBERS.split(), *WHOLE)
+NUMBERS = (
+    "lr",
+    "decay",
+    "turn",
+    "rest_lr",
+    "momentum",
+    "warmup",
+    "label_smoothing",
+    "scale_decay",
+    "dropout",
+    *WHOLE,
+)
 _READERS: dict[str, Any] = dict.fromkeys(WORDS, str) | dict.fromkeys(NUMBERS, float)
 _READERS |= dict.fromkeys(WHOLE, int)
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
@@ -302,8 +325,12 @@ def list_tasks(config: Record) -> list[ImageTask]:
         method = methods.without_options(text)
         papers = 0.1 if config["network"].startswith("resnet") else methods.METHODS[method].lr
         place = {"method": method, "batch_size": batch_size, "seed": seed}
-        for label, tuned, own in list_points(text):
-            for lr in [own["lr"]] if "lr" in own else config["lrs"] or [papers]:
-                task = ImageTask(Settings(**{**common, **own, **place, "lr": lr}), label, tuned)
+        for label, tuned, options in list_points(text):
+            lrs = config["lrs"] or [papers]
+            if "lr" in options:
+                lrs = [options["lr"]]
+            for lr in lrs:
+                settings = Settings(**{**common, **options, **place, "lr": lr})
+                task = ImageTask(settings, label, tuned)
                 by_name.setdefault(task.name, task)
     return list(by_name.values())

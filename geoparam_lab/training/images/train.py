@@ -74,6 +74,6 @@ def _finish(training: Training, folder: Path, tensorboard: bool) -> None:
         if training.is_main and training.outcome not in (None, DIVERGED):
             run_checkpoints.write(folder / run_checkpoints.WEIGHTS, state["model"])
         if training.is_main:
-            run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
+            run_checkpoints.write_checkpoint(folder, state)
     if writer:
         writer.close()

@@ -46,8 +46,8 @@ def forward(
     parameters and buffers by name. In training norms track their statistics in the buffers.
     """
     signal = Signal(x)
-    for module, own in zip(modules, tensors, strict=True):
-        signal = layer_for(module)(module, own, signal, training)
+    for module, named in zip(modules, tensors, strict=True):
+        signal = layer_for(module)(module, named, signal, training)
     return signal.compute()
 
 
@@ -65,10 +65,10 @@ def boundaries(
     average of its deviations over `x`, exact only where beta = 0.
     """
     signal, batch = Signal(x), statistics == "batch"
-    for module, own in zip(modules, tensors, strict=True):
+    for module, named in zip(modules, tensors, strict=True):
         if batch:  # what training would track goes into copies
-            own = {k: v.clone() if k.startswith("running_") else v for k, v in own.items()}
-        signal = layer_for(module)(module, own, signal, batch)
+            named = {k: v.clone() if k.startswith("running_") else v for k, v in named.items()}
+        signal = layer_for(module)(module, named, signal, batch)
         if signal.hidden is not None:
             break
     assert signal.hidden is not None
@@ -82,9 +82,9 @@ def boundaries(
 @torch.no_grad()
 def retract_(modules: Iterable[nn.Module], tensors: Sequence[Tensors]) -> None:
     """Pull the unit vectors of intrinsic layers back to length 1, after a step."""
-    for module, own in zip(modules, tensors, strict=True):
-        if isinstance(module, gp.GmPLinear) and "unit" in own:
-            F.normalize(own["unit"], dim=-1, out=own["unit"])
+    for module, named in zip(modules, tensors, strict=True):
+        if isinstance(module, gp.GmPLinear) and "unit" in named:
+            F.normalize(named["unit"], dim=-1, out=named["unit"])
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ class Signal:
         if self.hidden is None:
             return torch.baddbmm(bias.unsqueeze(1), self.x, weight.mT)
         z = _Hidden.apply(self.x, *self.hidden, weight, bias)
-        return z if not self.centred else z - z.mean(1, keepdim=True) + bias.unsqueeze(1)
+        if self.centred:
+            z = z - z.mean(1, keepdim=True) + bias.unsqueeze(1)
+        return z
 
 
 class _Hidden(torch.autograd.Function):
@@ -233,42 +235,44 @@ def layer_for(module: nn.Module) -> Layer:
     return _LAYERS[type(module)]
 
 
-def _linear(layer: nn.Linear, own: Tensors, signal: Signal, training: bool) -> Signal:
-    weight = own.get("weight")
+def _linear(layer: nn.Linear, named: Tensors, signal: Signal, training: bool) -> Signal:
+    weight = named.get("weight")
     if weight is None:  # under weight_norm
-        length, v = (own[f"parametrizations.weight.original{i}"] for i in (0, 1))
+        length, v = (named[f"parametrizations.weight.original{i}"] for i in (0, 1))
         weight = v * (length / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
-    return signal.apply_linear(weight, own.get("bias"))
+    return signal.apply_linear(weight, named.get("bias"))
 
 
-def _geometric(layer: gp.GmPLinear, own: Tensors, signal: Signal, training: bool) -> Signal:
+def _geometric(layer: gp.GmPLinear, named: Tensors, signal: Signal, training: bool) -> Signal:
     if layer.input_norm is not None:
         prefix = "input_norm."
-        inner = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
+        inner = {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
         signal = _mean_norm(layer.input_norm, inner, signal, training)
     coordinates = coordinates_for(layer.coordinates, layer.fan_in)
-    unit = coordinates.decode(own[coordinates.name], None, layer.natural, None)
-    signal = signal.apply_linear(unit, own.get("lam"))
-    return (signal if layer.activation is None else signal.relu()).multiply(own["r"])
+    unit = coordinates.decode(named[coordinates.name], None, layer.natural, None)
+    signal = signal.apply_linear(unit, named.get("lam"))
+    if layer.activation is not None:
+        signal = signal.relu()
+    return signal.multiply(named["r"])
 
 
-def _batch_norm(layer: nn.BatchNorm1d, own: Tensors, signal: Signal, training: bool) -> Signal:
-    mean, variance = own["running_mean"], own["running_var"]
+def _batch_norm(layer: nn.BatchNorm1d, named: Tensors, signal: Signal, training: bool) -> Signal:
+    mean, variance = named["running_mean"], named["running_var"]
     if training:
         signal = signal.materialise()
         n = signal.x.shape[1]
         if n < 2:
             raise ValueError("BN needs at least 2 rows in every batch, the last too; got 1.")
         mean, variance = signal.mean(), signal.variance()
-        _track(layer, own["running_mean"], mean)
-        _track(layer, own["running_var"], variance * (n / (n - 1)))
-    factor = own["weight"] * (variance + layer.eps).rsqrt()
-    return signal.add(-mean).multiply(factor).add(own["bias"])
+        _track(layer, named["running_mean"], mean)
+        _track(layer, named["running_var"], variance * (n / (n - 1)))
+    factor = named["weight"] * (variance + layer.eps).rsqrt()
+    return signal.add(-mean).multiply(factor).add(named["bias"])
 
 
-def _mean_norm(layer: gp.InputMeanNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
+def _mean_norm(layer: gp.InputMeanNorm, named: Tensors, signal: Signal, training: bool) -> Signal:
     """IMN and, with a bias, MBN."""
-    running = own["running_mean"]
+    running = named["running_mean"]
     if not training:
         signal = signal.add(-running)
     elif signal.hidden is None:
@@ -279,7 +283,7 @@ def _mean_norm(layer: gp.InputMeanNorm, own: Tensors, signal: Signal, training: 
         with torch.no_grad():
             _track(layer, running, signal.materialise().mean())
         signal = replace(signal, bias=None, centred=True)
-    return signal.add(own["bias"]) if "bias" in own else signal
+    return signal.add(named["bias"]) if "bias" in named else signal
 
 
 def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tensor) -> None:
@@ -291,22 +295,24 @@ def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tenso
     running.lerp_(now.detach(), layer.momentum)
 
 
-def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
+def _layer_norm(layer: nn.LayerNorm, named: Tensors, signal: Signal, training: bool) -> Signal:
     signal = signal.materialise()
     weight, bias = signal.affine()
     both = torch.cat([weight, bias.unsqueeze(-1)], dim=-1)
     both = both - both.mean(1, keepdim=True)
+
+    # the variance over units is the quadratic form of (x, 1) with the covariance of their rows
     x = torch.cat([signal.x, torch.ones_like(signal.x[..., :1])], dim=-1)
     form = torch.bmm(both.mT, both) / both.shape[1]
     deviation = ((torch.bmm(x, form) * x).sum(-1, keepdim=True) + layer.eps).sqrt()
-    weight = both * own["weight"].unsqueeze(-1)
-    return Signal(x / deviation, weight, own["bias"], deviation=deviation)
+    weight = both * named["weight"].unsqueeze(-1)
+    return Signal(x / deviation, weight, named["bias"], deviation=deviation)
 
 
 _LAYERS: dict[type[nn.Module], Layer] = {
     nn.Linear: _linear,
     gp.GmPLinear: _geometric,
-    nn.ReLU: lambda layer, own, signal, training: signal.relu(),
+    nn.ReLU: lambda layer, named, signal, training: signal.relu(),
     nn.BatchNorm1d: _batch_norm,
     nn.LayerNorm: _layer_norm,
     gp.InputMeanNorm: _mean_norm,

@@ -17,8 +17,11 @@ Data = tuple[Array | Tensor, Array | Tensor]
 
 def pack(models: Sequence[nn.Sequential]) -> Tensor:
     """Return the state of all models, one row for each."""
-    rows = [[tensor.detach().flatten() for _, _, tensor in _entries(model)] for model in models]
-    return torch.stack([torch.cat(row) for row in rows])
+    rows = []
+    for model in models:
+        tensors = [tensor.detach().flatten() for _, _, tensor in _entries(model)]
+        rows.append(torch.cat(tensors))
+    return torch.stack(rows)
 
 
 def views(state: Tensor, model: nn.Sequential) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -46,11 +49,13 @@ def find_factors(model: nn.Sequential, decay: float, angle_lr: str | None) -> Te
     They are those of `gp.param_groups`.
     """
     groups = gp.param_groups(model, 1.0, decay, angle_lr, match=None)  # type: ignore[arg-type]
-    found = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
-    entries = [t for _, _, t in _entries(model) if isinstance(t, nn.Parameter)]
-    columns = [torch.tensor(found[id(t)], dtype=torch.float64) for t in entries]
-    rows = [c.unsqueeze(1).expand(2, t.numel()) for c, t in zip(columns, entries, strict=True)]
-    return torch.cat(rows, dim=1).to(entries[0])
+    factors = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    parameters = [t for _, _, t in _entries(model) if isinstance(t, nn.Parameter)]
+    columns = []
+    for parameter in parameters:
+        pair = torch.tensor(factors[id(parameter)], dtype=torch.float64)
+        columns.append(pair.unsqueeze(1).expand(2, parameter.numel()))
+    return torch.cat(columns, dim=1).to(parameters[0])
 
 
 @torch.no_grad()

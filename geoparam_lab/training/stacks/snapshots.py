@@ -30,8 +30,9 @@ class Film:
 
     def until(self, end: int) -> tuple[Array, Array]:
         """Return the epochs of a member's frames, `end` the last of them, and their indices."""
-        frames = np.append(np.flatnonzero(self.epochs < end), len(self.epochs) - 1)
-        return np.append(self.epochs[frames[:-1]], end), frames
+        before = np.flatnonzero(self.epochs < end)
+        last = len(self.epochs) - 1
+        return np.append(self.epochs[before], end), np.append(before, last)
 
     @torch.no_grad()
     def predict(self, x: Array) -> Array:
@@ -64,7 +65,8 @@ def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
         >>> frame_epochs(1000, 10).tolist()
         [0, 1, 2, 5, 10, 22, 46, 100, 215, 464, 1000]
     """
-    return np.unique(np.append(0, np.geomspace(1, epochs, count).round().astype(int)))
+    growing = np.geomspace(1, epochs, count).round().astype(int)
+    return np.unique(np.append(0, growing))
 
 
 def align(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
@@ -80,8 +82,11 @@ def align(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[st
     """
     steps = max((film["steps"] for film in films), key=lambda epochs: epochs[-1])
     frames = [np.searchsorted(film["steps"], steps, side="right") - 1 for film in films]
-    pairs = list(zip(films, frames, strict=True))
-    return {"steps": steps} | {name: np.stack([f[name][i] for f, i in pairs]) for name in names}
+    aligned = {"steps": steps}
+    for name in names:
+        arrays = [film[name][frame] for film, frame in zip(films, frames, strict=True)]
+        aligned[name] = np.stack(arrays)
+    return aligned
 
 
 def find_largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
@@ -94,5 +99,8 @@ def find_largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array
         array([0., 1., 5., 0.])
     """
     edges = np.minimum(np.asarray(steps) * per_epoch, len(values))
-    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    return np.array([0.0, *(part[np.isfinite(part)].max(initial=0.0) for part in parts)])
+    largest = [0.0]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        since = values[start:stop]
+        largest.append(since[np.isfinite(since)].max(initial=0.0))
+    return np.array(largest)

@@ -60,7 +60,7 @@ class Protocol:
     metric: Score | None = None  # judged on the evaluation data; None judges the training loss
     higher_is_better: bool = False
     batch_size: int | None = None  # None for all rows; else each epoch has its own order of them
-    epochs: int = 5000  # the most there are
+    epochs: int = 5000  # maximum number of epochs
     patience: int = 50  # epochs without a better value before the rate falls
     stop_patience: int | None = None  # the same before a member stops; None for 2 * patience
     decay: float = 0.0  # what a step removes of each weight, over the rate
@@ -92,7 +92,8 @@ class Result:
     def model(self, member: int, epoch: int | None = None) -> nn.Sequential:
         """Return a member with its best weights, or those of a snapshot, in evaluation mode."""
         model = copy.deepcopy(self._models[member])
-        packing.unpack_(model, (self.states if epoch is None else self.snapshots[epoch])[member])
+        states = self.states if epoch is None else self.snapshots[epoch]
+        packing.unpack_(model, states[member])
         return model.eval()
 
     @torch.no_grad()
@@ -181,13 +182,19 @@ class _Run:
         self.parameter_count = sum(p.numel() for p in models[0].parameters())
         self.tensors, self.parameters = packing.views(self.state, self.model)
         self.data = packing.expand_data(data, self.state)
-        self.evaluation = evaluation and packing.expand_data(evaluation, self.state)
+        self.evaluation = None
+        if evaluation is not None:
+            self.evaluation = packing.expand_data(evaluation, self.state)
+
         factors = None
         if protocol.decay or protocol.angle_lr:
             factors = packing.find_factors(self.model, protocol.decay, protocol.angle_lr)
         self.adam = Adam(self.state[:, : self.parameter_count], factors)
-        stop = 2 * protocol.patience if protocol.stop_patience is None else protocol.stop_patience
+        stop = protocol.stop_patience
+        if stop is None:
+            stop = 2 * protocol.patience
         self.rule = PlateauRule(np.array(lr), protocol.patience, stop, protocol.higher_is_better)
+
         seeds = range(size) if seeds is None else seeds
         if not len(lr) == len(seeds) == size:
             raise ValueError(f"lr and seeds need one value for each of {size} models.")
@@ -195,10 +202,13 @@ class _Run:
         self.history = np.full((3, protocol.epochs, size), np.nan)
         self.best_epoch = np.full(size, -1)
         self.outcomes = ["epochs"] * size
-        differ = any(hasattr(module, "running_mean") for module in self.model)
-        kinds = ("batch", "running") if differ else ("batch",)
-        self.recorders = {kind: Recorder(size) for kind in kinds * track}
         self.snapshots: dict[int, Tensor] = {}
+
+        self.recorders: dict[str, Recorder] = {}
+        if track:
+            self.recorders["batch"] = Recorder(size)
+        if track and any(hasattr(module, "running_mean") for module in self.model):
+            self.recorders["running"] = Recorder(size)
         self._record()
 
     def epoch(self, epoch: int) -> None:
@@ -209,6 +219,7 @@ class _Run:
         metrics = losses if judges_loss else self._evaluate()
         losses, metrics = torch.stack([losses, metrics]).double().numpy()
         self.history[:, epoch, self.members] = losses, metrics, self.rule.rates
+
         diverged = ~np.isfinite(losses + metrics)
         better, stopped = self.rule(np.where(diverged, np.nan, metrics))
         if better.any():
@@ -262,7 +273,7 @@ class _Run:
         if size is None or size >= n:
             yield x, y
             return
-        order = torch.stack([torch.randperm(n, generator=own) for own in self.generators])
+        order = torch.stack([torch.randperm(n, generator=each) for each in self.generators])
         rows = torch.arange(len(x))[:, None]
         x, y = x[rows, order], y[rows, order]
         yield from zip(x.split(size, dim=1), y.split(size, dim=1), strict=True)
@@ -291,7 +302,8 @@ class _Run:
         self.state = self.state[left]
         self.tensors, self.parameters = packing.views(self.state, self.model)
         self.data = packing.select_members(self.data, left)
-        self.evaluation = self.evaluation and packing.select_members(self.evaluation, left)
+        if self.evaluation is not None:
+            self.evaluation = packing.select_members(self.evaluation, left)
         self.generators = [self.generators[index] for index in left]
         self.adam.keep_only(left)
         self.rule.keep_only(left)

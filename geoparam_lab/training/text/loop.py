@@ -122,8 +122,8 @@ class TextTraining:
         random = np.random.default_rng((settings.seed, step))
         last = len(self.text) - settings.context
         starts = random.integers(last, size=settings.batch_size)
-        own = starts[accelerator.process_index :: accelerator.num_processes]
-        return self._cut(self.text, own)
+        share = starts[accelerator.process_index :: accelerator.num_processes]
+        return self._cut(self.text, share)
 
     def _cut(self, text: Tensor, starts: np.ndarray) -> Tensor:
         """Return the windows that begin at these places."""
@@ -131,8 +131,8 @@ class TextTraining:
         if self.device.type == "cuda":  # from pinned memory the host need not wait
             places = places.pin_memory()
         offsets = torch.arange(self.settings.context + 1, device=self.device)
-        found = places.to(self.device, non_blocking=True).unsqueeze(1) + offsets
-        return text[found].long()
+        indices = places.to(self.device, non_blocking=True).unsqueeze(1) + offsets
+        return text[indices].long()
 
     def train_to_mark(self) -> None:
         """Do all steps up to the next mark, or until the loss is no longer finite."""
@@ -178,12 +178,12 @@ class TextTraining:
         count = min(settings.windows, (len(self.validation) - 1) // settings.context)
         last = len(self.validation) - settings.context - 1
         starts = np.linspace(0, last, max(count, 1)).astype(np.int64)
-        own = starts[accelerator.process_index :: accelerator.num_processes]
+        share = starts[accelerator.process_index :: accelerator.num_processes]
         total = torch.zeros(2, dtype=sphere.wide_type(self.device), device=self.device)
         part = max(1, settings.batch_size // accelerator.num_processes)
         self.model.eval()
-        for first in range(0, len(own), part):
-            windows = self._cut(self.validation, own[first : first + part])
+        for first in range(0, len(share), part):
+            windows = self._cut(self.validation, share[first : first + part])
             loss = _find_loss(self.model(windows[:, :-1]), windows[:, 1:])
             total[0] += loss * len(windows)
             total[1] += len(windows)
@@ -273,12 +273,12 @@ def train(task: TextTask, text: Text, folder: Path, report: StepReport | None = 
             record, curves = training.result()
         finally:
             accelerator.free_memory()  # else it keeps the networks of all runs
-    own = {"name": task.name, "method": settings.method, "tuned": task.tuned, "lr": settings.lr}
+    named = {"name": task.name, "method": settings.method, "tuned": task.tuned, "lr": settings.lr}
     sizes = {name: getattr(settings, name) for name in ("width", "depth", "steps", "batch_size")}
     place = {"seed": settings.seed, "schedule": settings.schedule, "precision": precision}
     others = {name: value for name, value in task.numbers.items() if name != "lr"}
     processes = accelerator.num_processes
-    full = own | sizes | others | place | record | {"processes": processes}
+    full = named | sizes | others | place | record | {"processes": processes}
     return Done([full], {task.name: curves})
 
 
@@ -296,5 +296,5 @@ def _finish(training: TextTraining, folder: Path) -> None:
         if is_due:
             state = training.state_dict()
             if training.is_main:
-                run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
+                run_checkpoints.write_checkpoint(folder, state)
             last = time.monotonic()

@@ -42,12 +42,12 @@ def make_optimizer(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optimi
     rows = model.hidden_weights()
     known = set(map(id, rows))
     others = [p for p in model.parameters() if id(p) not in known]
-    own = make(
+    of_matrices = make(
         rows, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.decay or 0.0
     )
     assert settings.rest_lr is not None
     groups, betas = _group(others, settings.rest_decay), (REST_BETA1, settings.beta2)
-    return Together(own, torch.optim.AdamW(groups, lr=settings.rest_lr, betas=betas))
+    return Together(of_matrices, torch.optim.AdamW(groups, lr=settings.rest_lr, betas=betas))
 
 
 def _group(params: list[nn.Parameter], decay: float | None) -> list[dict[str, Any]]:

@@ -264,10 +264,10 @@ def list_tasks(config: Record) -> list[TextTask]:
 
 def _list_numbers(text: str, config: Record) -> Iterator[dict[str, Any]]:
     """Yield a method's schedule and numbers in all combinations: its own, or the sweep's."""
-    method, own = read_method(text)
-    axes: dict[str, Any] = {"schedule": own.get("schedule", config["schedules"])}
+    method, chosen = read_method(text)
+    axes: dict[str, Any] = {"schedule": chosen.get("schedule", config["schedules"])}
     for number, usual in METHODS[method].items():
-        several = own.get(number, config[NUMBERS[number]])
+        several = chosen.get(number, config[NUMBERS[number]])
         axes[number] = [usual] if several is None else several
     absent = dict.fromkeys(NUMBERS)
     for values in itertools.product(*axes.values()):
@@ -286,13 +286,13 @@ def read_method(text: str) -> tuple[str, dict[str, list[Any]]]:
     """
     method, *parts = text.split(":")
     check_names("each of methods", METHODS, method)
-    own: dict[str, list[Any]] = {}
+    chosen: dict[str, list[Any]] = {}
     for part in parts:
         option, _, values = part.partition("=")
         is_known = option in METHODS[method] or option == "schedule"
         try:
             read: Any = str if option == "schedule" else float
-            own[option] = [read(value) for value in values.split(",")]
+            chosen[option] = [read(value) for value in values.split(",")]
         except ValueError:
             is_known = False
         if not is_known:
@@ -300,4 +300,4 @@ def read_method(text: str) -> tuple[str, dict[str, list[Any]]]:
                 f"options of {method} are {', '.join(METHODS[method])} and schedule, with values "
                 f"between commas as in muon:lr=0.01,0.02:decay=0.1; got {part!r}."
             )
-    return method, own
+    return method, chosen

@@ -11,17 +11,19 @@ weight), so the solution is that of least norm.
 
 A geodesic's acceleration has no component among the functions that the parameters can reach:
 J p'' = -(d^2 f)(p', p') in the sense of least squares. It is integrated by Runge and Kutta's rule.
+
+`size` is the rate eta; `error` is the length of the difference between the output changes of SP
+and GmP, over that of SP's change.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+from claim import Members, Record, make_tasks, run
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, jvp
 
 from geoparam_lab import methods
-from geoparam_lab.experiments.claims_measures import Member
-from geoparam_lab.run_folder import Record
 
 ROWS, INPUTS, UNITS = 64, 4, 6
 AWAY = 0.3  # deviation of the target network's weights from the start
@@ -31,16 +33,13 @@ RANK = 1e-9  # singular values of J below this share of the largest are zero
 Outputs = Callable[[Tensor], Tensor]  # from a vector of parameters
 
 
-def measure_natural_steps(members: Sequence[Member], *unused: object) -> list[Record]:
-    """Return how far the output changes of SP and GmP are apart; the size is the rate eta.
-
-    `error` is the length of the difference over that of SP's change.
-    """
-    found = []
+def measure(members: Members, *unused: object) -> list[Record]:
+    records = []
     for _, _, equation, rate, _, seed in members:
-        sp, gmp = (change_outputs(name, equation, rate, seed) for name in ("sp", "gmp"))
-        found.append({"error": float((gmp - sp).norm() / sp.norm())})
-    return found
+        sp = change_outputs("sp", equation, rate, seed)
+        gmp = change_outputs("gmp", equation, rate, seed)
+        records.append({"error": float((gmp - sp).norm() / sp.norm())})
+    return records
 
 
 def change_outputs(method: str, equation: str, rate: float, seed: int) -> Tensor:
@@ -64,11 +63,13 @@ def flatten(model: nn.Module, x: Tensor) -> tuple[Outputs, Tensor]:
     sizes = [parameter.numel() for parameter in named.values()]
 
     def outputs(vector: Tensor) -> Tensor:
-        parts = zip(named.items(), vector.split(sizes), strict=True)
-        values = {name: part.view_as(own) for (name, own), part in parts}
+        values = {}
+        for name, part in zip(named, vector.split(sizes), strict=True):
+            values[name] = part.view_as(named[name])
         return functional_call(model, values, (x,)).squeeze(1)
 
-    return outputs, torch.cat([own.detach().flatten() for own in named.values()])
+    start = torch.cat([parameter.detach().flatten() for parameter in named.values()])
+    return outputs, start
 
 
 def solve(jacobian: Tensor, change: Tensor) -> Tensor:
@@ -96,3 +97,8 @@ def follow_geodesic(outputs: Outputs, start: Tensor, velocity: Tensor) -> Tensor
         k4 = derive(state + h * k3)
         state = state + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
     return state[0]
+
+
+if __name__ == "__main__":
+    equations = ["equation-28", "equation-29"]
+    run("fisher", make_tasks("fisher", ["normal"], equations, (0.001, 0.01, 0.1)), measure)

@@ -1,0 +1,284 @@
+"""What the scripts of this folder share: tasks, small networks in training, records.
+
+A script measures its claim anew, prints means over seeds, and compares every number with the
+stored records in NAME.jsonl beside it:
+
+    python results/claims/NAME.py [--data DIR] [--write]
+
+`--data` is the folder with the UCI and Banana data, looked into before $GEOPARAM_DATA, the cache
+and the network; `--write` replaces the stored records. Targets of UCI sets are in units of their
+deviation. A fifth of the training part is held out; it decides which weights are kept. All methods
+have the same rates.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam_lab import methods
+from geoparam_lab.data import banana_data, splits, uci_data
+from geoparam_lab.run_folder import group_records
+from geoparam_lab.session import count_cores
+from geoparam_lab.training.stacks import stacked
+from geoparam_lab.training.stacks.stacked import Protocol
+
+Record = dict[str, Any]
+Sets = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+BATCH_SIZE = 128
+FRAMES = 8  # about as many moments of a training are measured
+
+
+class Member(NamedTuple):
+    """A network, or a layer: the fields that tell its record apart."""
+
+    part: str  # the name of the script
+    dataset: str
+    method: str  # perhaps with options: "gmp:norm=mbn" has another norm
+    size: float
+    lr: float | None
+    seed: int
+
+
+Members = Sequence[Member]
+Measure = Callable[[Members, Sets], list[Record]]
+Load = Callable[[str, Path | None], tuple[np.ndarray, np.ndarray]]
+
+
+def make_tasks(
+    part: str,
+    datasets: Sequence[str],
+    methods: Sequence[str],
+    sizes: Sequence[float],
+    lrs: Sequence[float | None] = (None,),
+    seeds: int = 5,
+    together: str = "",
+) -> list[Members]:
+    """Return the members that are measured together, one sequence a task.
+
+    They agree in data set, method and size; those of all values of the field `together` share a
+    task.
+    """
+    tasks: dict[tuple[Any, ...], list[Member]] = {}
+    for dataset, size, method, lr, seed in itertools.product(
+        datasets, sizes, methods, lrs, range(seeds)
+    ):
+        cell = {"dataset": dataset, "method": method, "size": size}
+        cell.pop(together, None)
+        member = Member(part, dataset, method, size, lr, seed)
+        tasks.setdefault(tuple(cell.values()), []).append(member)
+    return list(tasks.values())
+
+
+def run(
+    name: str,
+    tasks: Sequence[Members],
+    measure: Measure,
+    conclude: Callable[[list[Record]], list[Record]] = lambda records: [],
+    *,
+    datasets: Sequence[str] = (),
+    load: Load | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Measure all tasks, print means, and compare the records with the stored ones.
+
+    Args:
+        name: the script's.
+        tasks: see `make_tasks`.
+        measure: takes the members of a task and the data; returns a record for each member.
+        conclude: returns further records, which follow from all of these.
+        datasets: names of the sets to load.
+        load: loads one of them; by default `load_scaled`.
+        jobs: processes; by default one for each core.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, help="folder with the UCI and Banana data")
+    parser.add_argument("--write", action="store_true", help="replace the stored records")
+    options = parser.parse_args()
+
+    load = load or load_scaled
+    sets = {dataset: load(dataset, options.data) for dataset in datasets}
+    work = functools.partial(_measure, measure, sets)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs or count_cores(), context) as pool:
+        records = list(itertools.chain.from_iterable(pool.map(work, tasks)))
+    records += conclude(records)
+
+    print_means(records)
+    path = Path(__file__).with_name(f"{name}.jsonl")
+    print(compare(records, read(path)))
+    if options.write:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _measure(measure: Measure, sets: Sets, members: Members) -> list[Record]:
+    torch.set_num_threads(1)
+    measured = zip(members, measure(members, sets), strict=True)
+    return [member._asdict() | values for member, values in measured]
+
+
+def load_scaled(name: str, data: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets; regression targets with mean 0 and deviation 1."""
+    if name == "banana":
+        x_train, y_train, x_test, y_test = banana_data.load(data)[:4]
+        return np.concatenate([x_train, x_test]), np.concatenate([y_train, y_test])
+    x, y = uci_data.load(name, data)
+    return x, (y - y.mean()) / y.std()
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records in a file; none if it does not exist."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def print_means(records: Iterable[Record]) -> None:
+    """Print the mean over seeds of every number, a line for each part, data set, method ..."""
+    fields = [field for field in Member._fields if field != "seed"]
+    for key, group in group_records(records, *fields).items():
+        values = defaultdict(list)
+        for record in group:
+            for name, value in record.items():
+                if name not in Member._fields and isinstance(value, int | float):
+                    values[name].append(value)
+        means = [f"{name} {np.mean(each):.4g}" for name, each in values.items()]
+        print(*(part for part in key if part is not None), *means, sep="  ")
+
+
+def compare(records: Sequence[Record], stored: Sequence[Record]) -> str:
+    """Say how far numbers are from the stored ones, at most.
+
+    Example:
+        >>> member = Member("a", "b", "c", 1, None, 0)._asdict()
+        >>> compare([member | {"x": 1.0, "y": 2.0}], [member | {"x": 1.0, "y": 1.9}])
+        'Stored: 1 of 1 records. Largest relative difference: 0.05 (y).'
+    """
+    by_key = {tuple(record[field] for field in Member._fields): record for record in stored}
+    count, largest, where = 0, 0.0, "none"
+    for record in records:
+        other = by_key.get(tuple(record[field] for field in Member._fields))
+        if other is None:
+            continue
+        count += 1
+        for name in record.keys() & other.keys() - set(Member._fields):
+            ours, theirs = (np.nan_to_num(np.array(r[name], float)) for r in (record, other))
+            scale = max(abs(ours).max(), abs(theirs).max(), 1e-12)  # below that it is rounding
+            difference = float(abs(ours - theirs).max() / scale)
+            if difference > largest:
+                largest, where = difference, name
+    return (
+        f"Stored: {count} of {len(records)} records. "
+        f"Largest relative difference: {largest:.2g} ({where})."
+    )
+
+
+class Trained(NamedTuple):
+    """A trained network: its test error, its training inputs, and itself at each frame."""
+
+    error: float  # root mean square, or the share of wrong classes; NaN where it diverged
+    x: Tensor
+    models: list[nn.Sequential]  # in evaluation mode
+
+
+def train(
+    members: Members,
+    sets: Sets,
+    hidden: Sequence[int],
+    frames: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+) -> list[Trained]:
+    """Train a stack of one method up to the last frame, each member on a split of its own."""
+    dataset, method = members[0].dataset, members[0].method
+    seeds = [member.seed for member in members]
+    parts = splits.stack(*sets[dataset], seeds, "heldout")
+    is_classification = dataset == "banana"
+
+    widths = (parts.x_train.shape[2], *hidden, 1)
+    name, *words = method.split(":")
+    options = dict(word.split("=") for word in words)
+    models = [methods.mlp(name, widths, seed=seed, dtype=dtype, **options) for seed in seeds]
+
+    result = stacked.train(
+        models,
+        (parts.x_train, parts.y_train),
+        [member.lr or 0.0 for member in members],
+        _make_protocol(is_classification, epochs=frames[-1]),
+        (parts.x_val, parts.y_val),
+        seeds=seeds,
+        snapshots=frames,
+    )
+
+    outputs = result.predict(parts.x_test)
+    if is_classification:
+        errors = ((outputs > 0) != (parts.y_test > 0.5)).mean(axis=1)
+    else:
+        errors = np.sqrt(((outputs - parts.y_test) ** 2).mean(axis=1))
+    errors = np.where(result.best_epoch < 0, np.nan, errors)
+    inputs = torch.from_numpy(parts.x_train).to(dtype)
+    return [
+        Trained(error, inputs[i], [result.model(i, frame) for frame in frames])
+        for i, error in enumerate(errors.tolist())
+    ]
+
+
+def _make_protocol(is_classification: bool, epochs: int) -> Protocol:
+    loss, metric = stacked.absolute_error, stacked.squared_error
+    if is_classification:
+        loss, metric = stacked.binary_cross_entropy, stacked.binary_accuracy
+    return Protocol(
+        loss,
+        metric,
+        is_classification,
+        BATCH_SIZE,
+        epochs=epochs,
+        patience=max(1, epochs // 5),
+        stop_patience=epochs,
+    )
+
+
+def find_layers(model: nn.Sequential) -> list[Any]:
+    """Return the layers with weights."""
+    return [module for module in model if isinstance(module, nn.Linear | gp.GmPLinear)]
+
+
+@torch.no_grad()
+def collect_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """Return the input of each layer with weights; with IMN, the centred one."""
+    inputs, layers = [], find_layers(model)
+    for module in model:
+        if module in layers:
+            inputs.append(x)
+        x = module(x)
+    return inputs
+
+
+def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the slope of log values over log sizes.
+
+    Example:
+        >>> round(fit_exponent([1, 2, 4], [3, 12, 48]), 6)
+        2.0
+    """
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def draw_correlated(correlation: float, rows: int, features: int, seed: int) -> Tensor:
+    """Return normal inputs, any two of them with this correlation, minus their mean."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features + 1, generator=generator, dtype=torch.float64)
+    x = math.sqrt(1 - correlation) * x[:, 1:] + math.sqrt(correlation) * x[:, :1]
+    return x - x.mean(dim=0)

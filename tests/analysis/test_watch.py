@@ -1,0 +1,236 @@
+"""The tracker in one line: called by the optimizer, written to any log."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+import geoparam as gp
+
+NAMES = ["rotation_rms", "dead"]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 1))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, scaler: Any = None) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3)).square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def watch_run(steps: int = 4, **options: Any) -> gp.BoundaryTracker:
+    model = network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, **options)
+    train(model, optimizer, steps)
+    return tracker
+
+
+PROBE = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+
+
+class Writer:
+    """Has TensorBoard's method."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[tuple[int, str], float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[step, tag] = value
+
+
+class Run(Writer):
+    """Has W&B's method."""
+
+    add_scalar = None  # type: ignore[assignment]
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.scalars |= {(step, tag): value for tag, value in values.items()}
+
+
+class Logger(Run):
+    """Has the method of Lightning's loggers."""
+
+    log = None  # type: ignore[assignment]
+
+    def log_metrics(self, values: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        Run.log(self, values, step)
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), lr=1e-2)
+
+
+def geometric(model: nn.Module) -> optim.Optimizer:
+    return gp.GeometricOptimizer(model, optim.SGD, turn=1.0, lr=0.1)
+
+
+@pytest.mark.parametrize("make_optimizer", [adam, geometric])
+def test_the_optimizer_calls_the_tracker(
+    make_optimizer: Callable[[nn.Module], optim.Optimizer],
+) -> None:
+    histories = []
+    for is_watched in (True, False):
+        model = network()
+        optimizer = make_optimizer(model)
+        schedule = optim.lr_scheduler.StepLR(optimizer, 2)
+        if is_watched:
+            tracker = gp.watch(model, optimizer, probe=PROBE)
+        else:
+            tracker = gp.BoundaryTracker(model, probe=PROBE)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            train(model, optimizer, 1)
+            schedule.step()
+            if not is_watched:
+                tracker.step()
+        histories.append(tracker.history.rows.tobytes())
+    assert histories[0] == histories[1]
+
+
+def test_records_and_probe_runs_come_every_few_steps() -> None:
+    model, runs = network(), []
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, probe=PROBE, every=3)
+    model.register_forward_hook(lambda *_: runs.append(1))
+    train(model, optimizer, 7)
+    assert tracker.history.steps.tolist() == [3, 6]
+    assert len(runs) == 7 + 2
+
+
+@pytest.mark.parametrize("kind", [Writer, Run, Logger])
+def test_a_log_gets_scalars_by_quantity_and_layer(kind: type[Writer]) -> None:
+    log = kind()
+    history = watch_run(2, log=log, probe=PROBE, quantities=NAMES).history
+    assert {tag for _, tag in log.scalars} == {
+        "rotation_rms/0", "rotation_rms/2", "rotation_rms/(network)", "dead/0", "dead/(network)",
+    }  # fmt: skip
+    values = [log.scalars[step, "rotation_rms/0"] for step in (1, 2)]
+    np.testing.assert_array_equal(values, history["0"]["rotation_rms"])
+
+
+def test_tensorboard_reads_them(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        tracker = watch_run(3, log=writer)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("rotation_max/0")
+    values = [event.value for event in events]
+    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
+
+
+def test_a_csv_file_is_the_data_frame(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    history = watch_run(log=tmp_path / "new" / "run.csv", probe=PROBE).history
+    expected = history.to_pandas()
+    table = pandas.read_csv(tmp_path / "new" / "run.csv")
+    pandas.testing.assert_frame_equal(table, expected, check_dtype=False)
+
+
+def test_a_resumed_csv_file_has_each_step_once(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.csv", network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, PROBE, path, NAMES)
+    train(model, optimizer, 2)
+    state = tracker.state_dict()
+    train(model, optimizer, 1)  # a kill: this step is taken again
+    tracker.close()
+    with pytest.raises(FileExistsError, match="resume=True"):
+        gp.watch(model, optimizer, PROBE, path)
+    options = {"file": tmp_path / "run.npy", "resume": True}
+    tracker = gp.watch(model, optimizer, PROBE, path, NAMES, **options)
+    tracker.load_state_dict(state)
+    train(model, optimizer, 2)
+    tracker.close()
+    steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
+    assert steps == ["step", *(str(step) for step in (1, 2, 3, 4) for _ in range(3))]
+
+
+@pytest.mark.parametrize(
+    "log", [3, "run.txt", True, nn.Linear(1, 1), logging.getLogger(), Writer, []]
+)
+def test_a_wrong_log_is_refused_in_words(log: Any) -> None:
+    with pytest.raises(ValueError, match=r"log is an object with add_scalar .*; got "):
+        watch_run(log=log)
+
+
+def test_quantities_are_chosen_by_name() -> None:
+    history = watch_run(quantities=["scale", "rotation_rms"]).history
+    assert history.quantities[:3] == ("scale_min", "scale_median", "scale_max")
+    assert "dead" not in history.quantities and "rotation_rms" in history.quantities
+    with pytest.raises(ValueError, match="no quantity 'rotations'; there are: rotation_max, "):
+        watch_run(quantities=["rotations"])
+    with pytest.raises(ValueError, match="must not be empty"):
+        watch_run(quantities=[])
+
+
+def test_steps_that_a_scaler_skips_do_not_count() -> None:
+    model = network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, example_inputs=PROBE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38, growth_interval=100)
+    hook = model[0].weight.register_hook(lambda g: g * torch.inf)
+    train(model, optimizer, 2, scaler)
+    hook.remove()
+    train(model, optimizer, 3, torch.amp.GradScaler("cpu", init_scale=2.0))
+    assert tracker.history.steps.tolist() == [1, 2, 3]
+
+
+def test_closing_removes_the_hook() -> None:
+    model = network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, example_inputs=PROBE)
+    train(model, optimizer, 2)
+    tracker.close()
+    train(model, optimizer, 2)
+    assert tracker.history.steps.tolist() == [1, 2]
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("make_optimizer", [adam, geometric])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_of_the_optimizer_is_not_watched(
+    make_optimizer: Callable[[nn.Module], optim.Optimizer], make_copy: Callable[[Any], Any]
+) -> None:
+    model = network()
+    optimizer = make_optimizer(model)
+    tracker = gp.watch(model, optimizer, example_inputs=PROBE)
+    twin, other = make_copy((model, optimizer))
+    train(twin, other, 1)
+    train(model, optimizer, 2)
+    assert tracker.history.steps.tolist() == [1, 2]
+
+
+def test_only_an_optimizer_can_be_watched() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="watch needs the optimizer that steps the model; got "):
+        gp.watch(model, model.parameters())  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_accelerate_wrapped_is_watched() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = network()
+    wrapped = accelerate.Accelerator(cpu=True).prepare(optim.SGD(model.parameters(), lr=0.1))
+    tracker = gp.watch(model, wrapped, example_inputs=PROBE)
+    train(model, wrapped, 2)
+    assert tracker.history.steps.tolist() == [1, 2]
