@@ -5,18 +5,24 @@ Tables of wrong values, option by option, over the public names. Every value is 
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geoparam as gp
+from geoparam import cli
+from geoparam_lab.cli import runs
+from geoparam_lab.experiments import EXPERIMENTS, toys
 
 INF, NAN = math.inf, math.nan
+MIN_WORDS = 4  # fewer are no sentence
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 NOT_A_MODEL = (None, "model", 3, [nn.Linear(4, 4)], nn.Linear, X, {"0.weight": X}, object())
 NOT_A_COUNT = (None, "4", 2.5, NAN, INF, -1, 0, [4], X)
@@ -130,8 +136,7 @@ def norm_cases() -> Iterator[Case]:
     for kind in (gp.InputMeanNorm, gp.MeanOnlyBatchNorm):
         yield from vary(kind.__name__, kind, {"num_features": NOT_A_COUNT})
         yield from vary(kind.__name__, kind, options, num_features=4)
-        inputs = (None, "x", torch.randn(6, 3), torch.randn(4), torch.randn(1, 4), np.ones((6, 4)))
-        for x in inputs[:1] + inputs[1:3] + inputs[4:]:
+        for x in (torch.randn(6, 3), torch.randn(1, 4), torch.tensor(1.0)):
             yield Case(f"{kind.__name__}(4)({describe(x)})", functools.partial(kind(4), x))
     yield from vary(
         "MeanOnlyBatchNorm", gp.MeanOnlyBatchNorm, {"bias": NOT_A_FLAG}, num_features=4
@@ -418,7 +423,7 @@ def optimizer_cases() -> Iterator[Case]:
         yield Case(f"add_param_group({group})", lambda g=group: build().add_param_group(g))
 
 
-def tracker_cases(tmp_path: Path) -> Iterator[Case]:
+def tracker_cases() -> Iterator[Case]:
     options = {
         "model": (
             *NOT_A_MODEL,
@@ -457,19 +462,10 @@ def tracker_cases(tmp_path: Path) -> Iterator[Case]:
     yield from vary("BoundaryTracker", gp.BoundaryTracker, options, model=network())
     both = functools.partial(gp.BoundaryTracker, network())
     yield Case("statistics='batch' without a probe", functools.partial(both, statistics="batch"))
-    damaged = tmp_path / "damaged.npy"
-    damaged.write_bytes(b"no array")
-    tracked = {"probe": X, "file": damaged}
-    yield Case("a file that exists", functools.partial(both, **tracked))
-    yield Case("a damaged file", functools.partial(both, **tracked, resume=True))
-    yield Case("a folder as file", functools.partial(both, probe=X, file=tmp_path, resume=True))
-
     model = network()
     tracker = gp.BoundaryTracker(model, probe=X)
     tracker.step()
     history = tracker.history
-    for name in ("", "first", "0.weight", 0, None, "00"):
-        yield Case(f"history[{name!r}]", functools.partial(history.__getitem__, name))
     for quantity in ("rotation", "", "rotations", "Dead", 0, None):
         layer = history["0"]
         yield Case(f"history['0'][{quantity!r}]", functools.partial(layer.__getitem__, quantity))
@@ -499,14 +495,191 @@ def tracker_cases(tmp_path: Path) -> Iterator[Case]:
         yield Case(f"tracker state: {name}", functools.partial(fresh.load_state_dict, state))
 
 
-def make_cases(tmp_path: Path) -> list[Case]:
-    return [
-        *layer_cases(),
-        *norm_cases(),
-        *conversion_cases(),
-        *state_cases(),
-        *group_cases(),
-        *recalibration_cases(),
-        *optimizer_cases(),
-        *tracker_cases(tmp_path),
-    ]
+def test_a_misspelt_layer_of_a_history_is_a_key_that_names_the_others() -> None:
+    tracker = gp.BoundaryTracker(network(), probe=X)
+    for name in ("", "first", "0.weight", 0, None, "00"):
+        with pytest.raises(KeyError, match="no layer .*; there are: 0, 2, 4"):
+            tracker.history[name]
+
+
+def damaged_file_cases(tmp_path: Path) -> Iterator[Case]:
+    damaged = tmp_path / "damaged.npy"
+    damaged.write_bytes(b"no array")
+    both = functools.partial(gp.BoundaryTracker, network(), probe=X)
+    yield Case("a damaged file", functools.partial(both, file=damaged, resume=True))
+    yield Case("a folder as file", functools.partial(both, file=tmp_path, resume=True))
+
+
+def find_fault(case: Case) -> str:
+    """Return how a case ended otherwise than by a ValueError with a sentence."""
+    try:
+        case.call()
+    except ValueError as error:
+        if len(str(error).split()) >= MIN_WORDS:
+            return ""
+        return f"{case.name}: {error!r} is no sentence"
+    except Exception as error:
+        return f"{case.name}: {error!r:.200}"
+    return f"{case.name}: passes"
+
+
+FAMILIES = (
+    layer_cases,
+    norm_cases,
+    conversion_cases,
+    state_cases,
+    group_cases,
+    recalibration_cases,
+    optimizer_cases,
+    tracker_cases,
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_wrong_arguments_are_refused_in_a_sentence(family: Callable[[], Iterator[Case]]) -> None:
+    faults = [fault for case in family() if (fault := find_fault(case))]
+    assert faults == []
+
+
+def test_wrong_files_of_a_tracker_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    faults = [fault for case in damaged_file_cases(tmp_path) if (fault := find_fault(case))]
+    assert faults == []
+    existing = tmp_path / "existing.npy"
+    existing.touch()
+    with pytest.raises(FileExistsError, match="Go on with it by resume=True"):
+        gp.BoundaryTracker(network(), probe=X, file=existing)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_there_are_enough_cases() -> None:
+    assert sum(len(list(family())) for family in FAMILIES) > 500
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gp.GmPLinear(4, 3, cordinates="angles"),
+        lambda: gp.GmPConv2d(4, 3, 3, activations=torch.relu),
+        lambda: gp.GmPLinear.from_linear(nn.Linear(4, 3), coordinate="angles"),
+        lambda: gp.InputMeanNorm(4, eps=1e-5),
+        lambda: gp.MeanOnlyBatchNorm(4, affine=False),
+        lambda: gp.convert_(network(), inputs=X),
+        lambda: gp.plan(network(), coordinates="angles"),
+        lambda: gp.fold_(network(), restore=True),
+        lambda: gp.verify(network(), network(), inputs=X),
+        lambda: gp.fold_state_dict({}, shapes={}),
+        lambda: gp.param_groups(network(), lr=0.1, decay=0.1),
+        lambda: gp.recalibrate_(network()),
+        lambda: gp.retract(),
+        lambda: gp.BoundaryTracker(network(), probes=X),
+        lambda: gp.BoundaryTracker(network(), 1, None, X, "full", lambda step: True),
+        lambda: gp.GeometricOptimizer(network(), torch.optim.SGD),
+        lambda: gp.GeometricOptimizer(network(), torch.optim.SGD, 0.1),
+    ],
+)
+def test_unknown_and_missing_arguments_are_pythons_own_type_error(call: Callable) -> None:
+    with pytest.raises(TypeError, match=r"argument"):
+        call()
+
+
+# ---- the command line
+
+WRONG_OPTIONS = {
+    "methods": ("", "x", ",", "sp,x", "SP"),
+    "seeds": ("", "x", "0", "-1", "1.5", "nan"),
+    "lrs": ("", "x", ",", "0", "-1", "nan", "inf", "0.1;0.2"),
+    "epochs": ("", "x", "0", "-1", "1.5"),
+    "patience": ("", "x", "0", "-1"),
+    "folds": ("", "x", "-1", "1", "1000000"),
+    "jobs": ("", "x", "0", "-1"),
+    "draws": ("", "x", "-1"),
+    "source": ("", "x", "keel"),
+    "protocol": ("", "x", "Paper"),
+    "datasets": ("", "x", ","),
+    "batch_size": ("", "x", "0", "-1"),
+}
+COMMANDS = (
+    ("run",),
+    ("run", "lévy"),
+    ("run", "levy", "more"),
+    ("run", "levy", "--no-such-option", "1"),
+    ("run", "imagenet32"),
+    ("run", "imagenet32", "--data", "missing"),
+    ("run", "imagenet", "--data", "missing"),
+    ("run", "text", "--data", "missing"),
+    ("table",),
+    ("table", "missing"),
+    ("table", "."),
+    ("table", "missing", "--out"),
+    ("table", "missing", "--baseline"),
+    ("report",),
+    ("report", "missing"),
+    ("report", "."),
+    ("report", "missing", "--out"),
+    ("fold",),
+    ("fold", "missing.safetensors"),
+    ("fold", "missing.safetensors", "b.safetensors"),
+    ("fold", "missing.safetensors", "b.pt"),
+    ("fold", "damaged.safetensors", "b.safetensors"),
+    ("fold", "plain.safetensors", "b.safetensors"),
+    ("fold", "plain.safetensors", "plain.safetensors"),
+    ("fold", "gmp.safetensors", "gmp.safetensors", "--force"),
+    ("fold", "gmp.safetensors", "plain.safetensors"),
+    ("fold", "gmp.safetensors", "b.safetensors", "--like", "missing.safetensors"),
+    ("fold", "gmp.safetensors", "b.safetensors", "--like", "damaged.safetensors"),
+    ("fold", "gmp.safetensors", "b.safetensors", "--like"),
+    ("fold", "a", "b", "c"),
+    ("nothing",),
+    ("--nothing",),
+    ("bench", "nothing"),
+    ("demo", "--seeds", "0"),
+    ("demo", "--seeds", "x"),
+    ("demo", "--epochs", "-1"),
+    ("demo", "--jobs", "0"),
+)
+
+
+def experiment_commands() -> Iterator[tuple[str, ...]]:
+    """Yield each option of the small experiments without a value, and with wrong ones."""
+    for name in ("levy", "banana", "perturbation", "uci"):
+        options = [parameter.name for parameter, _ in runs.find_options(EXPERIMENTS[name])]
+        for option in filter(options.__contains__, WRONG_OPTIONS):
+            word = f"--{option.replace('_', '-')}"
+            yield "run", name, word
+            for value in WRONG_OPTIONS[option]:
+                yield "run", name, word, value, "--out", f"run/{name}-{option}-{value}"
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with checkpoints, in which no training can begin."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GEOPARAM_DATA", raising=False)
+    monkeypatch.setattr(toys, "train", None)
+    Path("damaged.safetensors").write_bytes(b"no tensors")
+    save_file(network().state_dict(), "plain.safetensors")
+    save_file(converted().state_dict(), "gmp.safetensors")
+    return tmp_path
+
+
+def test_wrong_commands_end_in_a_line_and_no_traceback(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults = []
+    for words in (*COMMANDS, *experiment_commands()):
+        monkeypatch.setattr(sys, "argv", ["geoparam", *words])
+        status: Any = None
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = ended.code
+        except Exception as error:
+            status = f"Traceback: {error!r}"
+        told = "".join(capfd.readouterr())
+        if isinstance(status, str):
+            told += status
+        if not status or "Traceback" in told or len(told.split()) < MIN_WORDS:
+            faults.append((words, status, told))
+    assert faults == []
+    assert not (workplace / "run").exists()

@@ -296,9 +296,9 @@ HALF = torch.float16
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: GmPLinear(0, 3), "fan-in 0"),
-        (lambda: GmPLinear(3, 0), "0 units"),
-        (lambda: GmPConv2d(0, 3, 3), "fan-in 0"),
+        (lambda: GmPLinear(0, 3), "in_features is a whole number, 1 or more; got 0"),
+        (lambda: GmPLinear(3, 0), "out_features is a whole number"),
+        (lambda: GmPConv2d(0, 3, 3), "in_channels is a whole number"),
         (lambda: GmPConv2d(4, 6, 3, groups=3), "divisible by groups"),
         (lambda: GmPConv2d(4, 6, (3, 3, 3)), "kernel_size is one number or 2"),
         (lambda: GmPConv2d(4, 6, 3, padding_mode="mirror"), "padding_mode"),

@@ -315,7 +315,7 @@ def test_what_lists_and_dicts_hold_is_left_alone() -> None:
 
 def test_model_is_left_alone_when_its_forward_fails() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="does not run on these inputs"):
         trace(model, torch.zeros(1, 3))
     assert all(module.training for module in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -127,6 +127,7 @@ class Camera:
             parts = (site.layer, site.norm, site.activation)
             named = {part for part in parts if isinstance(part, nn.Module)}
             self._read[name] = named & modules
+        self._shapes = self._list_shapes()
 
     def check_model(self) -> None:
         """Refuse a model whose layers are not those in which the sites were found."""
@@ -138,6 +139,20 @@ class Camera:
                 f"{', '.join(gone)}: convert_, fold_ and the like replace them. Build the tracker "
                 "afterwards."
             )
+        shapes = self._list_shapes()
+        if cut := [name for name, sizes in self._shapes.items() if shapes[name] != sizes]:
+            raise ValueError(
+                f"{', '.join(cut)} had other sizes when the tracker was built: rows were pruned "
+                "or added. Build the tracker anew."
+            )
+
+    def _list_shapes(self) -> dict[str, list[torch.Size]]:
+        """Return the shapes of each layer's parameters."""
+        shapes = {}
+        for name, site in self.sites.layers.items():
+            parameters = () if site.layer is None else site.layer.parameters()
+            shapes[name] = [parameter.shape for parameter in parameters]
+        return shapes
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()

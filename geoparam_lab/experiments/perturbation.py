@@ -102,6 +102,7 @@ def run(
         seeds: how many units besides the papers' one, drawn from 0, 1, ...
     """
     check_counts(seeds=seeds)
+    check_names("a method", METHODS, *methods)
     turns = {method: perturb(method, seeds) for method in methods}
     import geoparam_lab.plots  # noqa: F401  fails now if matplotlib is missing
 
