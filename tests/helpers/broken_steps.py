@@ -1,7 +1,10 @@
 """Steps of an optimizer that an error breaks at any of their lines."""
 
 import copy
+import functools
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -12,6 +15,26 @@ from torch import Tensor, nn
 
 class Interrupted(BaseException):
     """What a test raises at a line of a step, as Ctrl-C does."""
+
+
+def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run in a process of its own: a break in torch's files leaves torch's flags set."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                test(**arguments)
+                code = 0
+            except BaseException:  # pytest's failures are no Exceptions
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0, "see the child's traceback"
+
+    return run
 
 
 class BreakAt:

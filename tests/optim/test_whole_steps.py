@@ -12,6 +12,7 @@ from broken_steps import (
     break_at_lines,
     check_whole,
     find_written,
+    in_a_child,
     remember_states,
     remember_values,
 )
@@ -19,6 +20,7 @@ from plain_models import assert_same_weights, backward, every_kind, start, train
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "turn", "bfloat16 turn"])
+@in_a_child
 def test_breaking_a_step_at_any_line_leaves_each_weight_as_before_or_as_after(kind: str) -> None:
     model, optimizer = start(kind)
     train(model, optimizer)
@@ -32,6 +34,7 @@ EVERY = [7, pytest.param(1, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("kind", ["angles", "bounded", "bfloat16 angles"])
 @pytest.mark.parametrize("every", EVERY)
+@in_a_child
 def test_breaking_a_step_of_angles_leaves_each_weight_as_before_or_as_after(
     kind: str, every: int
 ) -> None:
@@ -44,6 +47,7 @@ def test_breaking_a_step_of_angles_leaves_each_weight_as_before_or_as_after(
 
 @pytest.mark.parametrize("kind", ["SGD", "bfloat16 turn"])
 @pytest.mark.parametrize("every", EVERY)
+@in_a_child
 def test_breaking_the_first_step_leaves_each_weight_as_before_or_as_after(
     kind: str, every: int
 ) -> None:
@@ -95,6 +99,7 @@ def test_a_gradient_that_cannot_be_stepped_leaves_the_units(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Muon", "angles", "bfloat16 turn"])
+@in_a_child
 def test_training_goes_on_after_a_broken_step(kind: str) -> None:
     model, optimizer = start(kind)
     first = train(model, optimizer)[0]
