@@ -454,10 +454,10 @@ def tracker_cases() -> Iterator[Case]:
         "keep": (None, "Full", "all", 3, ["full"]),
         "schedule": (3, "every", [1]),
         "statistics": (None, "Batch", "eval", 3),
-        "quantities": (None, 3, "rotation", ["rotation"], [], [3]),
+        "quantities": (3, "rotations", ["Rotation"], ["dead", "alive"], [], [3], [None]),
         "file": (3, X, b""),
         "resume": NOT_A_FLAG,
-        "writer": (3, "tensorboard", object()),
+        "log": (3, "tensorboard", object(), ["log.csv"], "log.txt"),
     }
     yield from vary("BoundaryTracker", gp.BoundaryTracker, options, model=network())
     both = functools.partial(gp.BoundaryTracker, network())

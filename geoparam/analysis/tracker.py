@@ -121,7 +121,6 @@ class BoundaryTracker:
     ) -> None:
         _check_options(keep, every, units, resume, file)
         check_callable("schedule", schedule, "schedule(step)")
-        _check_quantities(quantities)
         _check_model(model)
         for inputs in (probe, example_inputs):
             check_inputs(inputs)
@@ -367,15 +366,6 @@ def _check_options(keep: str, every: int, units: int | None, resume: bool, file:
             "resume=True without file=: earlier records are not there, and the history begins "
             "here. Give the file of the run before.",
             stacklevel=3,
-        )
-
-
-def _check_quantities(quantities: Any) -> None:
-    is_listed = isinstance(quantities, tuple | list) and len(quantities) > 0
-    if not is_listed or not all(isinstance(q, Quantity) for q in quantities):
-        raise ValueError(
-            "quantities are a list of those in geoparam.analysis.quantities, and not empty; got "
-            f"{quantities!r}."
         )
 
 
