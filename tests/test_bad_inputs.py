@@ -470,6 +470,8 @@ def tracker_cases() -> Iterator[Case]:
         layer = history["0"]
         yield Case(f"history['0'][{quantity!r}]", functools.partial(layer.__getitem__, quantity))
         yield Case(f"history.table({quantity!r})", functools.partial(history.table, quantity))
+        yield Case(f"history.plot({quantity!r})", functools.partial(history.plot, quantity))
+        yield Case(f"history.heatmap({quantity!r})", functools.partial(history.heatmap, quantity))
     unseen = gp.BoundaryTracker(network())
     yield Case("history before the first batch", lambda: unseen.history)
     yield Case("step before the first batch", unseen.step)
@@ -493,6 +495,20 @@ def tracker_cases() -> Iterator[Case]:
     for name, state in states.items():
         fresh = gp.BoundaryTracker(network(), probe=X)
         yield Case(f"tracker state: {name}", functools.partial(fresh.load_state_dict, state))
+
+
+def watch_cases() -> Iterator[Case]:
+    model = network()
+    options = {
+        "model": NOT_A_MODEL,
+        "optimizer": (None, "SGD", 3, torch.optim.SGD, model, list(model.parameters())),
+        "probe": (3, "x", X.numpy(), DataLoader(TensorDataset(X)), X[:, :3], (X, X)),
+        "log": (3, "tensorboard", object(), ["log.csv"], nn.Linear(1, 1)),
+        "quantities": (3, "rotations", ["Rotation"], [], [3]),
+        "every": NOT_A_COUNT,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield from vary("watch", gp.watch, options, model=model, optimizer=optimizer)
 
 
 def test_a_misspelt_layer_of_a_history_is_a_key_that_names_the_others() -> None:
@@ -532,6 +548,7 @@ FAMILIES = (
     recalibration_cases,
     optimizer_cases,
     tracker_cases,
+    watch_cases,
 )
 
 
@@ -573,6 +590,7 @@ def test_there_are_enough_cases() -> None:
         lambda: gp.recalibrate_(network()),
         lambda: gp.retract(),
         lambda: gp.BoundaryTracker(network(), probes=X),
+        lambda: gp.watch(network()),
         lambda: gp.BoundaryTracker(network(), 1, None, X, "full", lambda step: True),
         lambda: gp.GeometricOptimizer(network(), torch.optim.SGD),
         lambda: gp.GeometricOptimizer(network(), torch.optim.SGD, 0.1),
