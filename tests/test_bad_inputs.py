@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiny_images
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -658,6 +659,39 @@ COMMANDS = (
 )
 
 
+WRONG_IMAGE_OPTIONS = {
+    "batch-sizes": ("", "x", "0", "-1", "1.5"),
+    "lrs": ("", "x", "0", "-1", "nan"),
+    "epochs": ("x", "0", "-1"),
+    "size": ("x", "0", "-1"),
+    "workers": ("x", "-1"),
+    "track": ("x", "0"),
+    "schedule": ("", "x"),
+    "warmup": ("x", "-1", "1", "nan"),
+    "optimizer": ("", "x"),
+    "momentum": ("x", "-1", "1", "nan"),
+    "weight-decay": ("x", "-1", "nan", "inf"),
+    "scale-decay": ("x", "-1", "nan", "inf"),
+    "dropout": ("x", "-1", "1", "nan"),
+    "turn": ("x", "-1"),
+    "label-smoothing": ("x", "-1", "1"),
+    "accumulate": ("x", "0"),
+    "precision": ("", "x"),
+    "widths": ("", "x", "0", "4,-4"),
+    "select": ("x", "-1", "1", "nan"),
+    "recalibrate": ("x", "-1"),
+    "time-to": ("x", "-1", "101", "nan"),
+}
+
+
+def image_commands() -> Iterator[tuple[str, ...]]:
+    """Yield wrong options of an experiment on images that are there."""
+    begin = ("run", "imagenet32", "--data", "images", "--methods", "gmp", "--out", "run/images")
+    for option, values in WRONG_IMAGE_OPTIONS.items():
+        for value in values:
+            yield *begin, f"--{option}", value
+
+
 def experiment_commands() -> Iterator[tuple[str, ...]]:
     """Yield each option of the small experiments without a value, and with wrong ones."""
     for name in ("levy", "banana", "perturbation", "uci"):
@@ -676,6 +710,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("GEOPARAM_DATA", raising=False)
     monkeypatch.setattr(toys, "train", None)
     Path("damaged.safetensors").write_bytes(b"no tensors")
+    tiny_images.write_npz(Path("images"), classes=2, train=4, val=2)
     save_file(network().state_dict(), "plain.safetensors")
     save_file(converted().state_dict(), "gmp.safetensors")
     return tmp_path
@@ -685,7 +720,7 @@ def test_wrong_commands_end_in_a_line_and_no_traceback(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = []
-    for words in (*COMMANDS, *experiment_commands()):
+    for words in (*COMMANDS, *experiment_commands(), *image_commands()):
         monkeypatch.setattr(sys, "argv", ["geoparam", *words])
         status: Any = None
         try:
