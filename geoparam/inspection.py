@@ -148,13 +148,14 @@ def call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Return what a model gives for a user's inputs; raise in a sentence where it does not run."""
     try:
         return model(*args, **kwargs)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, ValueError):
         raise
-    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+    except Exception as error:
         given = ", ".join(map(_describe, (*args, *kwargs.values())))
         raise ValueError(
-            f"{type(model).__name__} does not run on these inputs ({given}): {error}. Give one "
-            "batch as the model takes it: a tensor, a tuple of arguments, or a mapping."
+            f"the model does not run on these inputs ({type(error).__name__}: {error}). It got "
+            f"{given}. Give a batch as the model takes it: a tensor, a tuple of arguments, or a "
+            "mapping of keyword arguments."
         ) from error
 
 

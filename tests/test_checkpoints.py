@@ -25,7 +25,7 @@ def test_a_folded_state_loads_into_the_plain_model(name: str, coordinates: str) 
     assert gp.verify(model, plain, x) < 1e-5
 
 
-@pytest.mark.parametrize("name", set(MODELS) - {"conv_net"})
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"conv_net"}))
 def test_linear_layers_and_attention_fold_without_a_plain_state(name: str) -> None:
     make, x = MODELS[name]
     model, plain = trained(name), make()

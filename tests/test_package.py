@@ -50,6 +50,12 @@ def test_import_leaves_out(name: str, imported: set[str]) -> None:
     assert name not in imported
 
 
+def test_plots_are_imported_on_use() -> None:
+    pytest.importorskip("matplotlib")
+    code = "import geoparam, sys; assert 'matplotlib' not in sys.modules; geoparam.plots.INK"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_packages_of_the_command_line_are_named_where_they_are_missing() -> None:
     requires = importlib.metadata.requires("geoparam") or []
     for extra in ("cli", "plots"):

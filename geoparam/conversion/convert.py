@@ -33,7 +33,6 @@ from geoparam.conversion.plan import (
     absorb_norm,
     decide,
     find_candidates,
-    run_example,
 )
 from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
@@ -41,7 +40,7 @@ from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
-from geoparam.trace import Filter
+from geoparam.trace import Filter, record_run
 
 log = logging.getLogger("geoparam")
 
@@ -145,7 +144,7 @@ def convert_(
     if example_inputs is not None:
         layers = [c for c in candidates.values() if norm == "imn" and init is None and c.is_plain]
         with means.gather(layers):
-            run = run_example(model, example_inputs)
+            run = record_run(model, example_inputs)
 
     decided = decide(model, candidates, request, None if run is None else run.graph)
     advice = _find_advice(model, decided, request, pretrained)
@@ -284,7 +283,7 @@ def _measure_input_means(
         )
     for batch in [calibration] if is_one else calibration:
         with means.gather(layers):
-            run_example(model, batch)  # evaluation, no gradients, nothing left behind
+            record_run(model, batch)  # evaluation, no gradients, nothing left behind
     return means
 
 

@@ -19,7 +19,7 @@ from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
-from geoparam.conversion.plan import Inputs, refuse_wrapped, run_example
+from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
@@ -27,6 +27,7 @@ from geoparam.inspection import computes_as, refuse_non_model
 from geoparam.layers import GmPLinear, is_trained
 from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
+from geoparam.trace import record_run
 
 log = logging.getLogger("geoparam")
 
@@ -74,7 +75,7 @@ def fold_(
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
     refuse_wrapped(model, "fold")
-    run = None if example_inputs is None else run_example(model, example_inputs)
+    run = None if example_inputs is None else record_run(model, example_inputs)
     graph = None if run is None else run.graph
     absorbed = _find_removed_norms(ours)
     factors = _find_factors(model, ours, graph)

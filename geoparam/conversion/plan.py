@@ -5,8 +5,7 @@ the outputs are, comes from a run of the model, or, without example inputs, from
 modules. Which modules are layers, and where their weights are, is in `model.unit_layers`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +22,7 @@ from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.inspection import is_conv1d, refuse_non_model, refuse_unready
 from geoparam.model.unit_layers import Entry, describe, is_plain_layer
-from geoparam.trace import Filter, Run, output_layers, record_run
+from geoparam.trace import Filter, output_layers, record_run
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
@@ -173,29 +172,8 @@ def plan(
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
     request = Request(filter_fn, init, norm, weights)
     request.check(model, example_inputs)
-    graph = None if example_inputs is None else run_example(model, example_inputs).graph
+    graph = None if example_inputs is None else record_run(model, example_inputs).graph
     return decide(model, find_candidates(model), request, graph)
-
-
-def run_example(model: nn.Module, inputs: Inputs) -> Run:
-    """Return the run of a model on what a caller gave as an example."""
-    with explain_failed_run():
-        return record_run(model, inputs)
-
-
-@contextmanager
-def explain_failed_run() -> Iterator[None]:
-    """Raise a ValueError where a model does not run on a caller's inputs."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"the model does not run on these inputs ({type(error).__name__}: {error}). They are "
-            "a batch as the model takes it: a tensor, a tuple of arguments, or a mapping of "
-            "keyword arguments."
-        ) from error
 
 
 def decide(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
-from geoparam.conversion.plan import Inputs, explain_failed_run
-from geoparam.inspection import arguments_of, inspection_mode, refuse_non_model, tensors_in
+from geoparam.conversion.plan import Inputs
+from geoparam.inspection import arguments_of, call, inspection_mode, refuse_non_model, tensors_in
 from geoparam.step_hooks import note_replaced
 from geoparam.trace import Run, record_run
 
@@ -102,9 +102,9 @@ def _widen(tensor: Tensor) -> Tensor:
 def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Return the outputs of a model in evaluation."""
     # In a TorchFunctionMode torch's attention takes its plain path.
-    with explain_failed_run(), inspection_mode(model), BaseTorchFunctionMode():
+    with inspection_mode(model), BaseTorchFunctionMode():
         args, kwargs = arguments_of(model, inputs)
-        outputs = model(*args, **kwargs)
+        outputs = call(model, args, kwargs)
     return list(tensors_in(outputs))
 
 
