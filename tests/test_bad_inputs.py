@@ -602,6 +602,15 @@ def test_unknown_and_missing_arguments_are_pythons_own_type_error(call: Callable
         call()
 
 
+def test_a_tracker_says_that_rows_of_a_layer_are_gone() -> None:
+    model = network()
+    tracker = gp.BoundaryTracker(model, probe=X)
+    model[0].weight.data, model[0].bias.data = torch.zeros(0, 4), torch.zeros(0)
+    model[2].weight.data = torch.zeros(6, 0)
+    with pytest.raises(ValueError, match="0, 2 had other sizes .* Build the tracker anew"):
+        tracker.step()
+
+
 # ---- the command line
 
 WRONG_OPTIONS = {
