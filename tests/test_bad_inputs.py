@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiny_images
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -454,10 +455,10 @@ def tracker_cases() -> Iterator[Case]:
         "keep": (None, "Full", "all", 3, ["full"]),
         "schedule": (3, "every", [1]),
         "statistics": (None, "Batch", "eval", 3),
-        "quantities": (None, 3, "rotation", ["rotation"], [], [3]),
+        "quantities": (3, "rotations", ["Rotation"], ["dead", "alive"], [], [3], [None]),
         "file": (3, X, b""),
         "resume": NOT_A_FLAG,
-        "writer": (3, "tensorboard", object()),
+        "log": (3, "tensorboard", object(), ["log.csv"], "log.txt"),
     }
     yield from vary("BoundaryTracker", gp.BoundaryTracker, options, model=network())
     both = functools.partial(gp.BoundaryTracker, network())
@@ -470,6 +471,8 @@ def tracker_cases() -> Iterator[Case]:
         layer = history["0"]
         yield Case(f"history['0'][{quantity!r}]", functools.partial(layer.__getitem__, quantity))
         yield Case(f"history.table({quantity!r})", functools.partial(history.table, quantity))
+        yield Case(f"history.plot({quantity!r})", functools.partial(history.plot, quantity))
+        yield Case(f"history.heatmap({quantity!r})", functools.partial(history.heatmap, quantity))
     unseen = gp.BoundaryTracker(network())
     yield Case("history before the first batch", lambda: unseen.history)
     yield Case("step before the first batch", unseen.step)
@@ -493,6 +496,20 @@ def tracker_cases() -> Iterator[Case]:
     for name, state in states.items():
         fresh = gp.BoundaryTracker(network(), probe=X)
         yield Case(f"tracker state: {name}", functools.partial(fresh.load_state_dict, state))
+
+
+def watch_cases() -> Iterator[Case]:
+    model = network()
+    options = {
+        "model": NOT_A_MODEL,
+        "optimizer": (None, "SGD", 3, torch.optim.SGD, model, list(model.parameters())),
+        "probe": (3, "x", X.numpy(), DataLoader(TensorDataset(X)), X[:, :3], (X, X)),
+        "log": (3, "tensorboard", object(), ["log.csv"], nn.Linear(1, 1)),
+        "quantities": (3, "rotations", ["Rotation"], [], [3]),
+        "every": NOT_A_COUNT,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield from vary("watch", gp.watch, options, model=model, optimizer=optimizer)
 
 
 def test_a_misspelt_layer_of_a_history_is_a_key_that_names_the_others() -> None:
@@ -532,6 +549,7 @@ FAMILIES = (
     recalibration_cases,
     optimizer_cases,
     tracker_cases,
+    watch_cases,
 )
 
 
@@ -573,6 +591,7 @@ def test_there_are_enough_cases() -> None:
         lambda: gp.recalibrate_(network()),
         lambda: gp.retract(),
         lambda: gp.BoundaryTracker(network(), probes=X),
+        lambda: gp.watch(network()),
         lambda: gp.BoundaryTracker(network(), 1, None, X, "full", lambda step: True),
         lambda: gp.GeometricOptimizer(network(), torch.optim.SGD),
         lambda: gp.GeometricOptimizer(network(), torch.optim.SGD, 0.1),
@@ -581,6 +600,15 @@ def test_there_are_enough_cases() -> None:
 def test_unknown_and_missing_arguments_are_pythons_own_type_error(call: Callable) -> None:
     with pytest.raises(TypeError, match=r"argument"):
         call()
+
+
+def test_a_tracker_says_that_rows_of_a_layer_are_gone() -> None:
+    model = network()
+    tracker = gp.BoundaryTracker(model, probe=X)
+    model[0].weight.data, model[0].bias.data = torch.zeros(0, 4), torch.zeros(0)
+    model[2].weight.data = torch.zeros(6, 0)
+    with pytest.raises(ValueError, match="0, 2 had other sizes .* Build the tracker anew"):
+        tracker.step()
 
 
 # ---- the command line
@@ -640,6 +668,39 @@ COMMANDS = (
 )
 
 
+WRONG_IMAGE_OPTIONS = {
+    "batch-sizes": ("", "x", "0", "-1", "1.5"),
+    "lrs": ("", "x", "0", "-1", "nan"),
+    "epochs": ("x", "0", "-1"),
+    "size": ("x", "0", "-1"),
+    "workers": ("x", "-1"),
+    "track": ("x", "0"),
+    "schedule": ("", "x"),
+    "warmup": ("x", "-1", "1", "nan"),
+    "optimizer": ("", "x"),
+    "momentum": ("x", "-1", "1", "nan"),
+    "weight-decay": ("x", "-1", "nan", "inf"),
+    "scale-decay": ("x", "-1", "nan", "inf"),
+    "dropout": ("x", "-1", "1", "nan"),
+    "turn": ("x", "-1"),
+    "label-smoothing": ("x", "-1", "1"),
+    "accumulate": ("x", "0"),
+    "precision": ("", "x"),
+    "widths": ("", "x", "0", "4,-4"),
+    "select": ("x", "-1", "1", "nan"),
+    "recalibrate": ("x", "-1"),
+    "time-to": ("x", "-1", "101", "nan"),
+}
+
+
+def image_commands() -> Iterator[tuple[str, ...]]:
+    """Yield wrong options of an experiment on images that are there."""
+    begin = ("run", "imagenet32", "--data", "images", "--methods", "gmp", "--out", "run/images")
+    for option, values in WRONG_IMAGE_OPTIONS.items():
+        for value in values:
+            yield *begin, f"--{option}", value
+
+
 def experiment_commands() -> Iterator[tuple[str, ...]]:
     """Yield each option of the small experiments without a value, and with wrong ones."""
     for name in ("levy", "banana", "perturbation", "uci"):
@@ -658,6 +719,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("GEOPARAM_DATA", raising=False)
     monkeypatch.setattr(toys, "train", None)
     Path("damaged.safetensors").write_bytes(b"no tensors")
+    tiny_images.write_npz(Path("images"), classes=2, train=4, val=2)
     save_file(network().state_dict(), "plain.safetensors")
     save_file(converted().state_dict(), "gmp.safetensors")
     return tmp_path
@@ -667,7 +729,7 @@ def test_wrong_commands_end_in_a_line_and_no_traceback(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = []
-    for words in (*COMMANDS, *experiment_commands()):
+    for words in (*COMMANDS, *experiment_commands(), *image_commands()):
         monkeypatch.setattr(sys, "argv", ["geoparam", *words])
         status: Any = None
         try:

@@ -15,7 +15,7 @@ A quantity that is not known is NaN.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -265,6 +265,8 @@ def choose_quantities(
     """
     if isinstance(chosen, str):
         chosen = [chosen]
+    if chosen is not None and not isinstance(chosen, Iterable):
+        raise ValueError(f"quantities are a list of names, or None for all; got {chosen!r}.")
     recorded: dict[Quantity, None] = {}  # in order, each once
     columns: dict[str, None] = {}
     for choice in QUANTITIES if chosen is None else chosen:
@@ -272,8 +274,10 @@ def choose_quantities(
             quantity = _find_quantity(choice)
             is_whole = choice == getattr(quantity, "name", None)
             named = quantity.columns if is_whole else (choice,)
-        else:
+        elif isinstance(choice, Quantity):
             quantity, named = choice, choice.columns
+        else:
+            raise ValueError(f"a quantity is a name, as 'rotation_rms'; got {choice!r}.")
         recorded[quantity] = None
         columns |= dict.fromkeys(named)
     if not recorded:

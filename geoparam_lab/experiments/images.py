@@ -99,6 +99,8 @@ def run(
     """
     methods = [*(methods or ()), *method] if method else methods
     check_counts(track=track, size=size, seeds=seeds, jobs=jobs)
+    if workers is not None and workers < 0:
+        raise ValueError(f"workers is a number of processes, 0 or more; got {workers}.")
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
     config["data"] = source.fingerprint

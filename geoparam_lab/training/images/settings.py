@@ -147,6 +147,10 @@ class Settings:
             "lr is above 0 and finite, weight_decay and crop are not below; got "
             f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
         )
+        _check(
+            0 <= self.scale_decay < math.inf,
+            f"scale_decay is 0 or more and finite; got {self.scale_decay}.",
+        )
         _check(self.recalibrate >= 0, f"recalibrate is 0 or more; got {self.recalibrate}.")
         wrong = [level for level in self.time_to if not 0 <= level <= 100]
         _check(not wrong, f"time_to is in percent, from 0 to 100; got {wrong}.")
