@@ -18,7 +18,7 @@ class Interrupted(BaseException):
 
 
 def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
-    """Let a test run in a process of its own: a break in torch's files leaves torch's flags set."""
+    """Run a test in a process of its own: a break in torch's files leaves torch's flags set."""
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
