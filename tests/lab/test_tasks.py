@@ -127,7 +127,8 @@ def test_a_task_has_one_thread_and_its_error_is_raised(jobs: int, run: Run, quic
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError, match="task 9"):
         session(run, count_threads, jobs=jobs).spread(singles(10))
-    assert {record["threads"] for record in run.records()} == {1}
+    threads = {record["threads"] for record in run.records()}
+    assert threads == {1} or (jobs > 1 and not threads)  # the error may come first
     assert torch.get_num_threads() == before
 
 
