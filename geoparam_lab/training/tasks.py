@@ -206,7 +206,8 @@ class Session:
                     while not ticks.empty():
                         number, *ticked = ticks.get()
                         self._report(todo[number], *ticked)
-                    for future in finished:
+                    # An error ends the loop: what finished beside it is kept first.
+                    for future in sorted(finished, key=lambda f: f.exception() is not None):
                         yield tasks[future], future.result()
                     if interrupts:
                         left = {future for future in left if not future.cancel()}
