@@ -102,7 +102,7 @@ class Inner:
                 slot.outer.update({slot.prefix + key: slot.state[key] for key in slot.state})
 
     def is_current(self) -> bool:
-        """Return whether nobody has replaced an entry in the outer states."""
+        """Return whether the entries in the outer states are still those of the last step."""
         for slot in self.slots:
             for key, value in slot.state.items():
                 if slot.outer.get(slot.prefix + key) is not value:
