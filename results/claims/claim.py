@@ -72,15 +72,11 @@ def make_tasks(
     They agree in data set, method and size; those of all values of the field `together` share a
     task.
     """
-    tasks: dict[tuple[Any, ...], list[Member]] = {}
-    for dataset, size, method, lr, seed in itertools.product(
-        datasets, sizes, methods, lrs, range(seeds)
-    ):
-        cell = {"dataset": dataset, "method": method, "size": size}
-        cell.pop(together, None)
-        member = Member(part, dataset, method, size, lr, seed)
-        tasks.setdefault(tuple(cell.values()), []).append(member)
-    return list(tasks.values())
+    fields = [field for field in ("dataset", "method", "size") if field != together]
+    axes = itertools.product(datasets, methods, sizes, lrs, range(seeds))
+    members = [Member(part, *values)._asdict() for values in axes]
+    tasks = group_records(members, *fields).values()
+    return [[Member(**member) for member in task] for task in tasks]
 
 
 def run(
@@ -167,23 +163,30 @@ def compare(records: Sequence[Record], stored: Sequence[Record]) -> str:
         >>> compare([member | {"x": 1.0, "y": 2.0}], [member | {"x": 1.0, "y": 1.9}])
         'Stored: 1 of 1 records. Largest relative difference: 0.05 (y).'
     """
-    by_key = {tuple(record[field] for field in Member._fields): record for record in stored}
-    count, largest, where = 0, 0.0, "none"
-    for record in records:
-        other = by_key.get(tuple(record[field] for field in Member._fields))
-        if other is None:
-            continue
-        count += 1
-        for name in record.keys() & other.keys() - set(Member._fields):
-            ours, theirs = (np.nan_to_num(np.array(r[name], float)) for r in (record, other))
-            scale = max(abs(ours).max(), abs(theirs).max(), 1e-12)  # below that it is rounding
-            difference = float(abs(ours - theirs).max() / scale)
-            if difference > largest:
-                largest, where = difference, name
+    by_key = {find_key(record): record for record in stored}
+    pairs = [
+        (record, by_key[find_key(record)]) for record in records if find_key(record) in by_key
+    ]
+    differences = [(0.0, "none")]
+    for ours, theirs in pairs:
+        for name in ours.keys() & theirs.keys() - set(Member._fields):
+            differences.append((compare_values(ours[name], theirs[name]), name))
+    largest, name = max(differences)
     return (
-        f"Stored: {count} of {len(records)} records. "
-        f"Largest relative difference: {largest:.2g} ({where})."
+        f"Stored: {len(pairs)} of {len(records)} records. "
+        f"Largest relative difference: {largest:.2g} ({name})."
     )
+
+
+def find_key(record: Record) -> tuple[Any, ...]:
+    return tuple(record[field] for field in Member._fields)
+
+
+def compare_values(ours: Any, theirs: Any) -> float:
+    """Return the largest difference of numbers, or lists of them, over the largest number."""
+    a, b = (np.nan_to_num(np.array(values, float)) for values in (ours, theirs))
+    scale = max(abs(a).max(), abs(b).max(), 1e-12)  # below that it is rounding
+    return float(abs(a - b).max() / scale)
 
 
 class Trained(NamedTuple):
@@ -206,6 +209,16 @@ def train(
     seeds = [member.seed for member in members]
     parts = splits.stack(*sets[dataset], seeds, "heldout")
     is_classification = dataset == "banana"
+    epochs = frames[-1]
+    protocol = Protocol(
+        stacked.binary_cross_entropy if is_classification else stacked.absolute_error,
+        stacked.binary_accuracy if is_classification else stacked.squared_error,
+        higher_is_better=is_classification,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        patience=max(1, epochs // 5),
+        stop_patience=epochs,
+    )
 
     widths = (parts.x_train.shape[2], *hidden, 1)
     name, *words = method.split(":")
@@ -216,7 +229,7 @@ def train(
         models,
         (parts.x_train, parts.y_train),
         [member.lr or 0.0 for member in members],
-        _make_protocol(is_classification, epochs=frames[-1]),
+        protocol,
         (parts.x_val, parts.y_val),
         seeds=seeds,
         snapshots=frames,
@@ -235,21 +248,6 @@ def train(
     ]
 
 
-def _make_protocol(is_classification: bool, epochs: int) -> Protocol:
-    loss, metric = stacked.absolute_error, stacked.squared_error
-    if is_classification:
-        loss, metric = stacked.binary_cross_entropy, stacked.binary_accuracy
-    return Protocol(
-        loss,
-        metric,
-        is_classification,
-        BATCH_SIZE,
-        epochs=epochs,
-        patience=max(1, epochs // 5),
-        stop_patience=epochs,
-    )
-
-
 def find_layers(model: nn.Sequential) -> list[Any]:
     """Return the layers with weights."""
     return [module for module in model if isinstance(module, nn.Linear | gp.GmPLinear)]
@@ -266,14 +264,22 @@ def collect_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return inputs
 
 
-def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Return the slope of log values over log sizes.
+def find_exponents(part: str, exponents: Mapping[str, str], records: list[Record]) -> list[Record]:
+    """Return a record for each data set and method: slopes of log values over log sizes.
 
-    Example:
-        >>> round(fit_exponent([1, 2, 4], [3, 12, 48]), 6)
-        2.0
+    `exponents` has their names, and the fields that they are of.
     """
-    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+    answers = []
+    for (dataset, method), group in group_records(records, "dataset", "method").items():
+        answer: Record = dict.fromkeys(Member._fields)
+        answer |= {"part": part, "dataset": dataset, "method": method}
+        sizes = np.log([record["size"] for record in group])
+        for name, field in exponents.items():
+            if field in group[0]:
+                values = np.log([record[field] for record in group])
+                answer[name] = round(float(np.polyfit(sizes, values, 1)[0]), 4)
+        answers.append(answer)
+    return answers
 
 
 def draw_correlated(correlation: float, rows: int, features: int, seed: int) -> Tensor:

@@ -5,15 +5,15 @@ Processor seconds of a layer's forward and backward pass, methods in turn, and `
 "growth" have the exponent with which time grows.
 """
 
+import functools
 import time
 
 import numpy as np
 import torch
-from claim import BATCH_SIZE, Member, Members, Record, fit_exponent, make_tasks, run
+from claim import BATCH_SIZE, Members, Record, find_exponents, make_tasks, run
 from torch import nn
 
 from geoparam_lab import methods
-from geoparam_lab.run_folder import group_records
 
 SIDE = 512
 REPEATS = 15  # of a timed step; the fastest counts
@@ -39,18 +39,9 @@ def measure(members: Members, *unused: object) -> list[Record]:
     return [{"seconds": s, "ratio": s / plain[m.size, m.seed]} for m, s in fastest.items()]
 
 
-def find_growth(records: list[Record]) -> list[Record]:
-    growth = []
-    for (dataset, method), group in group_records(records, "dataset", "method").items():
-        sizes = [record["size"] for record in group]
-        exponent = fit_exponent(sizes, [record["seconds"] for record in group])
-        key = {"part": "growth", "dataset": dataset, "method": method}
-        growth.append(dict.fromkeys(Member._fields) | key | {"exponent": exponent})
-    return growth
-
-
 if __name__ == "__main__":
     compared = ["sp", "wn", "gmp", "intrinsic"]
     sizes = (64, 256, 1024, 4096)
     tasks = make_tasks("cost", ["inputs", "units"], compared, sizes, seeds=3, together="method")
+    find_growth = functools.partial(find_exponents, "growth", {"exponent": "seconds"})
     run("cost", tasks, measure, find_growth, jobs=1)

@@ -16,14 +16,15 @@ with the output weights, as 1 / sqrt(units), under all.
 of the width: 0 where it does not depend on it.
 """
 
+import functools
+
 import torch
-from claim import Members, Record, Sets, fit_exponent, make_tasks, run
+from claim import Members, Record, Sets, find_exponents, make_tasks, run
 from torch import Tensor, nn
 
 from geoparam_lab import methods
 from geoparam_lab.data import splits, uci_data
 from geoparam_lab.data.synthetic import levy_regression
-from geoparam_lab.run_folder import group_records
 from geoparam_lab.training.stacks import stacked
 
 VARIANTS = (  # a method and its initialisation
@@ -40,6 +41,8 @@ GROUPS = {  # parameters by what they are for; an output layer is number 1 under
     "scale": ("0.r",),
     "output": ("1.weight", "2.weight"),
 }
+MEASURES = ("activation", "output", *(f"gradient_{group}" for group in GROUPS), "output_change")
+EXPONENTS = {f"exponent_{name}": name for name in MEASURES}
 
 
 def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
@@ -81,19 +84,7 @@ def measure(members: Members, sets: Sets) -> list[Record]:
     return records
 
 
-def find_exponents(records: list[Record]) -> list[Record]:
-    answers = []
-    for (dataset, variant), group in group_records(records, "dataset", "method").items():
-        widths = [record["size"] for record in group]
-        key = {"part": "exponents", "dataset": dataset, "method": variant}
-        answer = key | {"size": None, "lr": None, "seed": None}
-        for name in group[0].keys() - answer.keys():
-            exponent = fit_exponent(widths, [record[name] for record in group])
-            answer[f"exponent_{name}"] = round(exponent, 4)
-        answers.append(answer)
-    return answers
-
-
 if __name__ == "__main__":
     tasks = make_tasks("width", ["levy", "energy"], VARIANTS, WIDTHS, seeds=20)
-    run("width", tasks, measure, find_exponents, datasets=["energy"], load=uci_data.load)
+    conclude = functools.partial(find_exponents, "exponents", EXPONENTS)
+    run("width", tasks, measure, conclude, datasets=["energy"], load=uci_data.load)

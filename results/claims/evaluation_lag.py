@@ -1,0 +1,120 @@
+"""How far evaluation is behind training mode, for several momenta of IMN's running means.
+
+The running means do not change the training, so one training serves all momenta: batch means are
+recorded, averaged with each momentum, and put into a copy of the network that is evaluated on 360
+images of scikit-learn's digits. Training mode is the same copy on these images as one batch.
+"""
+
+import argparse
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam.norm import TrackedMean
+
+MOMENTA = (0.1, 0.2, 0.3, 0.5, 1.0)
+STEPS = (*range(20, 161, 10), 1000)
+
+
+def block(channels: int, units: int, stride: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(channels, units, 3, stride, padding=1, bias=False)
+    return [conv, nn.BatchNorm2d(units), nn.ReLU()]
+
+
+def three_convolutions() -> nn.Module:
+    blocks = [*block(1, 16), *block(16, 32, 2), *block(32, 64, 2)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def two_convolutions() -> nn.Module:
+    blocks = [*block(1, 16), *block(16, 32)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+
+
+def with_a_hidden_layer() -> nn.Module:
+    blocks = [*block(1, 16), *block(16, 32), nn.MaxPool2d(2), *block(32, 32), nn.Flatten()]
+    hidden = [nn.Linear(512, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU()]
+    return nn.Sequential(*blocks, *hidden, nn.Linear(64, 10))
+
+
+def load() -> tuple[Tensor, Tensor]:
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    return images[order], torch.tensor(digits.target)[order]
+
+
+def compare(
+    build: Callable[[], nn.Module], weights: str, batch: int, seed: int, steps: tuple[int, ...]
+) -> Iterator[tuple[int, str, float]]:
+    """Yield the step, the average, and points of accuracy by which it is below training mode."""
+    torch.manual_seed(seed)
+    x, y = load()
+    (x, y), (test_x, test_y) = (x[:-360], y[:-360]), (x[-360:], y[-360:])
+    model = gp.convert_(build(), norm="imn", weights=weights, init="glorot", example_inputs=x[:8])
+    norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
+    for norm in norms:
+        norm.momentum = 1.0  # the running mean is the last batch's
+    averages = {m: [torch.zeros_like(n.running_mean) for n in norms] for m in MOMENTA}
+
+    def measure(network: nn.Module, training: bool) -> float:
+        network.train(training)
+        with torch.no_grad():
+            return 100 * (network(test_x).argmax(1) == test_y).float().mean().item()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(1, max(steps) + 1):
+        rows = torch.randint(len(x), (batch,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        for momentum, means in averages.items():
+            for mean, norm in zip(means, norms, strict=True):
+                mean.lerp_(norm.running_mean, max(momentum, 1 / step))
+        if step not in steps:
+            continue
+
+        in_training = measure(copy.deepcopy(model), True)
+        network = copy.deepcopy(model)
+        copies = [module for module in network.modules() if isinstance(module, TrackedMean)]
+        for momentum, means in averages.items():
+            for mean, norm in zip(means, copies, strict=True):
+                norm.running_mean.copy_(mean)
+            yield step, f"momentum {momentum}", in_training - measure(network, False)
+        gp.recalibrate_(network, x[: 10 * batch].split(batch))
+        yield step, "recalibrated", in_training - measure(network, False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--most", type=int, default=1000, help="steps of a training")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    below: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    steps = tuple(step for step in STEPS if step <= arguments.most)
+    for build in (two_convolutions, three_convolutions, with_a_hidden_layer):
+        for weights in ("geometric", "plain"):
+            for batch in (32, 64):
+                for seed in range(arguments.seeds):
+                    for step, name, points in compare(build, weights, batch, seed, steps):
+                        below[name].append((step, points))
+
+    print("| average | mean | more than 2 below | worst at 20 | 50 | 100 | 1,000 | of all |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, rows in below.items():
+        points = [point for _, point in rows]
+        far = sum(point > 2 for point in points) / len(points)
+        worst = [max((p for s, p in rows if s == step), default=0) for step in (20, 50, 100, 1000)]
+        cells = " | ".join(f"{value:.1f}" for value in (*worst, max(points)))
+        print(f"| {name} | {sum(points) / len(points):.2f} | {far:.1%} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()
