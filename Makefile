@@ -1,4 +1,6 @@
 # make demo   three small experiments and their page       make test      lint, types, fast tests
+# make docs   the site, in build/docs                      make dist      wheel and sdist, twice the same
+# make test-versions   the oldest and newest Python and torch, in throw-away environments
 # make test-compile, test-interpreter, test-models, test-runs   the slow suites   make test-all  all
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,10 +8,14 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/optim/test_rows.py
 
-.PHONY: demo test test-all test-compile test-interpreter test-models test-runs lint clean
+.PHONY: demo docs dist test test-all test-compile test-interpreter test-models test-runs test-versions lint clean
 
 demo: .venv/demo
 	$(BIN)/geoparam demo --out demo
+
+docs: .venv/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
+	@echo "Open build/docs/index.html"
 
 test: lint
 	$(PYTEST) -n 2 -m "not compile and not interpreter and not slow"
@@ -26,6 +32,12 @@ test-models: .venv/dev
 
 test-runs: .venv/dev
 	$(PYTEST) -n 2 tests --ignore tests/models -m slow
+
+test-versions: .venv/demo
+	$(BIN)/python tests/versions.py
+
+dist: .venv/docs
+	$(BIN)/python tests/distribution.py
 
 test-all: test test-compile test-interpreter test-models test-runs
 
@@ -47,4 +59,9 @@ clean:
 .venv/dev: .venv/demo
 	@echo "Installing the development tools into .venv"
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+.venv/docs: .venv/demo
+	@echo "Installing what the site needs into .venv"
+	$(INSTALL) -e '.[docs]'
 	@touch $@

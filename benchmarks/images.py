@@ -46,7 +46,7 @@ def whole_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Ca
     training = Training(settings, source, accelerator, lambda *now: told.append(now))
 
     def run() -> None:
-        training.train_epoch()
+        training.train_part()
         training.epoch += 1
 
     return run

@@ -2,8 +2,8 @@
 
     python examples/track.py [--steps 100] [--rate 0.3] [--out track.png]
 
-With `turn` every layer turns by the same angle in each step, whatever its gradient; the output
-layer, the last, is no unit and stays plain. The tracker changes no number of the run. Each pair of
+With `turn` every layer turns by the same angle in each step, whatever its gradient. The output
+layer is not turned and is left out here. The tracker changes no number of the run. Each pair of
 maps has one colour scale. Needs the extra: pip install '.[experiments]'
 """
 
@@ -32,7 +32,8 @@ def track(name: str, steps: int, rate: float, x: Tensor, y: Tensor) -> analysis.
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     else:
         optimizer = gp.GeometricOptimizer(model, torch.optim.SGD, turn=1.0, lr=rate)
-    tracker = gp.watch(model, optimizer, probe=x[:256])
+    hidden = [name for name, module in model.named_modules() if hasattr(module, "weight")][:-1]
+    tracker = gp.watch(model, optimizer, probe=x[:256], layers=hidden)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         batch = torch.randint(len(x), (64,), generator=generator)
@@ -40,7 +41,7 @@ def track(name: str, steps: int, rate: float, x: Tensor, y: Tensor) -> analysis.
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    turn = tracker.history.table("rotation_max")[:-1].max()  # without the output layer
+    turn = tracker.history.table("rotation_max").max()
     print(f"{name:14} largest turn in one step {turn:5.1f} degrees, last loss {loss.item():.3f}")
     return tracker.history
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     histories = {name: track(name, given.steps, given.rate, x, y) for name in names}
     turns = {name: history.table("rotation_max") for name, history in histories.items()}
     dead = {name: h.table("dead") / h.table("units") for name, h in histories.items()}
-    highest = max(values[:-1].max() for values in turns.values())
+    highest = max(values.max() for values in turns.values())
     most_dead = max(0.01, *(np.nanmax(values) for values in dead.values()))
 
     figure, axes = plots.new_figure(2, 2, size=(11, 6))

@@ -18,10 +18,10 @@ from geoparam.input_mean_layers import (
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
-from geoparam.running_statistics import recalibrate_, synchronise_means_
+from geoparam.running_statistics import freeze_means_, recalibrate_, synchronise_means_
 from geoparam.step_hooks import retract
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BoundaryTracker",
@@ -41,6 +41,7 @@ __all__ = [
     "convert_",
     "fold_",
     "fold_state_dict",
+    "freeze_means_",
     "param_groups",
     "plan",
     "recalibrate_",

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 
 from geoparam import sphere
 from geoparam.arguments import check_callable, check_flag, check_place
-from geoparam.centred_map import autocast_type, shift_bias
+from geoparam.centred_map import autocast_type, map_centred, shift_bias
 from geoparam.computed import as_computed
 from geoparam.coordinates import (
     Init,
@@ -28,7 +28,7 @@ from geoparam.coordinates import (
     coordinates_for,
     draw,
 )
-from geoparam.functional import result_type
+from geoparam.model.unit_layers import UnitRows
 from geoparam.norm import InputMeanNorm
 
 Activation = Callable[[Tensor], Tensor]
@@ -239,11 +239,24 @@ class GmPLayer(nn.Module):
 
     def _weight(self, dtype: torch.dtype | None) -> Tensor:
         scale = self.r if self.activation is None else None
-        dtype = dtype or result_type(self._stored, self.r)
         return self._rows(scale, dtype).view(self.weight_shape)
 
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return self._coordinates.decode(self._stored, scale, self.natural, dtype)
+
+    @property
+    def has_angles(self) -> bool:
+        """Whether directions are stored as angles; with one input there is a sign instead."""
+        return self._coordinates.has_metric
+
+    def read_units(self) -> UnitRows:
+        """Return the units as the table of layers, `model.unit_layers`, describes them."""
+        rows = self._rows(None, torch.promote_types(self.r.dtype, torch.float32))
+        scale = "gain" if self.activation is None else "outer"
+        terms: dict[str, Tensor | float] = {scale: self.r}
+        if self.lam is not None:
+            terms["offset"] = self.lam
+        return UnitRows(rows, terms, self.has_angles)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
         z = self._affine(input)
@@ -256,16 +269,12 @@ class GmPLayer(nn.Module):
 
     def _affine(self, x: Tensor) -> Tensor:
         """Return w^T (x - E[x]) + b; only the border form makes a centred copy of x."""
-        mean = None
-        if self.input_norm is not None and self.input_norm_form == "border":
+        weight, bias = self._weight(_autocast_dtype(x)), self._bias
+        if self.input_norm is not None:
+            if self.input_norm_form != "border":
+                return map_centred(self, self.input_norm, x, weight, bias)
             x = self.input_norm(x)
-        elif self.input_norm is not None:
-            mean = self.input_norm.mean(x)
 
-        weight = self._weight(_autocast_dtype(x))
-        bias = self._bias
-        if mean is not None:
-            bias = shift_bias(bias, weight, mean)
         if bias is not None:
             bias = bias.to(weight.dtype)
         return self._map(x, weight, bias)
@@ -367,6 +376,19 @@ class GmPLayer(nn.Module):
             )
         super().register_parameter(name, param)
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save as torch does, and note the shape of the plain weight, which rows do not tell."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            note = {
+                "weight_shape": list(self.weight_shape),
+                "transposed": getattr(self, "transposed", False),
+            }
+            metadata[prefix[:-1]].update(note)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
@@ -419,6 +441,4 @@ def _check_version(name: str, version: int | None) -> None:
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return autocast's type for a weight; None without autocast."""
-    if isinstance(x, Proxy) or x.dtype == torch.float64:
-        return None
-    return autocast_type(x.device.type)
+    return None if isinstance(x, Proxy) else autocast_type(x)

@@ -7,7 +7,8 @@ b - w^T m.
 
 Three things the names do not tell: the shape of a kernel, whether zeros are padded to a centred
 input (refused where that may be), and whether r is outside of an activation (it is inside in all
-layers that `convert_` makes). `fold_` knows them from the model.
+layers that `convert_` makes). `fold_` knows them from the model. The first is in the metadata of a
+state dict as `model.state_dict()` returns it, and as torch.save keeps it; safetensors has none.
 """
 
 import functools
@@ -50,8 +51,10 @@ def fold_state_dict(state: State, like: State | None = None) -> dict[str, Tensor
     Args:
         state: the state dict of a converted model.
         like: a state dict of the plain model, with any values. It gives weights their shapes, and
-            the result must have its keys. Without it weights are matrices (out, in): right for
-            nn.Linear and nn.MultiheadAttention, not for convolutions.
+            the result must have its keys. Without it a state dict that has torch's metadata, as
+            that of `model.state_dict()`, gives all weights their shapes; in one that has not, as
+            from a safetensors file, weights are matrices (out, in): right for nn.Linear and
+            nn.MultiheadAttention, not for convolutions.
 
     Example:
         >>> import geoparam as gp
@@ -169,7 +172,10 @@ def _fold_layer(name: str, parts: Parts, state: State, shapes: Shapes | None) ->
             "either plain or under GmP. Remove what is left over from the checkpoint."
         )
 
-    weight = _reshape(weight_key, rows, shapes)
+    if shapes is None:
+        weight = _reshape_as_noted(name, rows, state)
+    else:
+        weight = _reshape(weight_key, rows, shapes)
     bias = r * wide(parts["lam"]) if "lam" in parts else None
     if _MEAN in parts:
         _check_mean(name, weight, parts[_MEAN])
@@ -195,9 +201,23 @@ def _find_weight_key(name: str, rows: Tensor, state: State, shapes: Shapes | Non
     return packed if last == "in_proj" and is_packed else _join(name, "weight")
 
 
-def _reshape(key: str, rows: Tensor, shapes: Shapes | None) -> Tensor:
+def _reshape_as_noted(name: str, rows: Tensor, state: State) -> Tensor:
+    """Bring rows (out, n) into the shape that the layer noted when it was saved."""
+    metadata = getattr(state, "_metadata", {})
+    note = metadata.get(name, {})
+    shape = note.get("weight_shape", rows.shape)
+    if len(shape) < 2 or (shape[0], math.prod(shape[1:])) != rows.shape:
+        raise ValueError(
+            f"{name!r} has {len(rows)} units with {rows.shape[1]} inputs, and its metadata says "
+            f"that its weight has the shape {tuple(shape)}. Save the state dict again."
+        )
+    weight = rows.view(*shape)
+    return weight.t().contiguous() if note.get("transposed") else weight
+
+
+def _reshape(key: str, rows: Tensor, shapes: Shapes) -> Tensor:
     """Bring rows (out, n) into the shape of the plain model's weight."""
-    if shapes is None or key not in shapes:
+    if key not in shapes:
         return rows
     out, n = rows.shape
     shape = shapes[key]
@@ -306,7 +326,7 @@ def _match_keys(state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
     text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""
     if any(key.endswith("running_var") for key in missing):
         text += (
-            " If convert_(norm='imn') has absorbed these norms, the file does not tell by which "
+            " If convert_(norm=...) has absorbed these norms, the file does not tell by which "
             "layer: convert a new model in the same way, load the checkpoint into it and call "
             "geoparam.fold_."
         )

@@ -25,7 +25,7 @@ from geoparam.kernels.selection import weight_kernel
 Type = torch.dtype | None
 Saved = Sequence[Tensor] | None
 
-__all__ = ["compute_gradients", "compute_weight", "is_eager", "weight"]
+__all__ = ["can_use_function", "compute_gradients", "compute_weight", "is_eager", "weight"]
 
 
 def weight(
@@ -237,6 +237,11 @@ def _refuse_onnx() -> None:
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
+    """Return whether kernels can be called: an autograd.Function can, and no mode is active."""
+    return can_use_function(*tensors) and not torch._C._len_torch_dispatch_stack()
+
+
+def can_use_function(*tensors: Tensor | None) -> bool:
     """Return whether an autograd.Function can be used.
 
     The tensors are ordinary ones, and no compiler, torch.func, forward mode or tracer is active.
@@ -251,7 +256,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
         # Autograd's batched gradients have no storage, and a sign may be pending.
         if not torch._C._has_storage(x) or x.is_neg() or x._is_zerotensor():
             return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         return False
     return torch._C._get_tracing_state() is None
 
@@ -262,7 +267,7 @@ def _in_forward_mode() -> bool:
 
 def result_type(stored: Tensor, r: Tensor | None) -> torch.dtype:
     """Return the type of a weight that is computed from stored directions and scales."""
-    if r is None:
+    if r is None or r.dtype == stored.dtype:
         return stored.dtype
     return torch.promote_types(stored.dtype, r.dtype)
 

@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from geoparam.centred_map import (
-    ConvOptions,
-    autocast_type,
-    has_own_backward,
-    map_centred,
-    shift_bias,
-)
+from geoparam.centred_map import map_centred, shift_bias
 from geoparam.norm import MOMENTUM, TRACKING, TrackedMean
 
 
@@ -45,49 +39,11 @@ class InputMeanLayer(TrackedMean):
         self._start_tracking(channels, momentum, dim, self.weight.device, self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
-        x, weight = input, self.weight  # once: a parametrization computes it each time
-        if self.training and not self.is_shared and self._uses_map_centred(x, weight):
-            self._check_channels(x)
-            z, mean = map_centred(x, weight, self.bias, self._conv_options())
-            self._track(mean)
-            return z
-        bias = shift_bias(self.bias, weight, self.mean(x))
-        return self._map(x, weight, bias.to(weight.dtype))
-
-    def _conv_options(self) -> ConvOptions | None:
-        if not isinstance(self, nn.Conv2d):
-            return None
-        padding: Any = self.padding
-        return ConvOptions(self.stride, padding, self.dilation)
+        return map_centred(self, self, input, self.weight, self.bias)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, weight, bias)  # type: ignore[operator]
-
-    def _uses_map_centred(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the input is large, its layout and type fit, and both have gradients."""
-        if not has_own_backward(x, weight) or not (x.requires_grad and weight.requires_grad):
-            return False
-        if type(self).mean is not TrackedMean.mean or x.numel() <= self.num_features:
-            return False
-        if autocast_type(x.device.type) is None:
-            if x.dtype != weight.dtype:
-                return False  # torch refuses it
-        elif torch.float64 in (x.dtype, weight.dtype):
-            return False  # autocast leaves these as they are
-
-        if isinstance(self, nn.Linear):
-            return len(weight) > 0
-        return isinstance(self, nn.Conv2d) and self._is_simple_conv(x)
-
-    def _is_simple_conv(self, x: Tensor) -> bool:
-        """Return whether a Conv2d is one that `map_centred` computes for this input."""
-        conv: Any = self
-        if type(conv)._conv_forward is not nn.Conv2d._conv_forward or conv.groups > 1:
-            return False
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-            return False
-        return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
     @property
     def base_layer(self) -> nn.Module:
@@ -114,7 +70,10 @@ class InputMeanLayer(TrackedMean):
             self.reset_running_stats()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, momentum={self.momentum}"
+        text = f"{super().extra_repr()}, momentum={self.momentum}"
+        if self.frozen:
+            text += ", frozen=True"
+        return text
 
 
 class InputMeanLinear(InputMeanLayer, nn.Linear):

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from geoparam.arguments import check_count
 from geoparam.base_layer import Activation, GmPLayer, InputNorm, UnitOptions
 from geoparam.coordinates import Init, Name
-from geoparam.inspection import overrides
+from geoparam.model.run import overrides
 from geoparam.norm import MOMENTUM
 
 Layer = TypeVar("Layer", bound=GmPLayer)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geoparam.arguments import check_count, check_flag, check_place
-from geoparam.centred_map import cast, channel_mean, working_type
 
-MOMENTUM = 0.1  # as torch's BatchNorm has it
+MOMENTUM = 0.2  # evaluation lags with BatchNorm's 0.1 (results/claims/evaluation_lag.py)
 TRACKING = (  # the attributes that `TrackedMean` adds to a module
     "running_mean",
     "num_batches_tracked",
@@ -27,7 +26,13 @@ TRACKING = (  # the attributes that `TrackedMean` adds to a module
     "corrected",
     "synchronised",
     "process_group",
+    "frozen",
 )
+
+
+def working_type(x: Tensor) -> torch.dtype:
+    """Return the type of sums over x: float32 or better."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class TrackedMean(nn.Module):
@@ -35,6 +40,7 @@ class TrackedMean(nn.Module):
 
     running_mean: Tensor
     num_batches_tracked: Tensor
+    frozen: bool = False  # set by `freeze_means_`
 
     def _start_tracking(
         self, num_features: int, momentum: float | None, dim: int, device: Any, dtype: Any
@@ -58,25 +64,31 @@ class TrackedMean(nn.Module):
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
-        self._check_channels(x)
-        if not self.training:
+        self.check_input(x)
+        if not self.uses_batch:
             return self.running_mean
         if x.ndim == 1:
             x = x.unsqueeze(0)
         if self.is_shared:
             return self._joint_mean(x)
 
-        count = x.numel() // self.num_features
-        if count == 0:  # an empty batch has no mean
+        if x.numel() == 0:  # an empty batch has no mean
             return self.running_mean.clone()
-        if count == 1:
-            raise ValueError(
-                "expected more than 1 value per channel when training, since one value is its own "
-                f"mean; got an input of shape {tuple(x.shape)}."
-            )
-        mean = channel_mean(x, self._other_dims(x))
-        self._track(mean.detach())
+        # The gradient of a sum is an expanded view; that of x.mean() would be as large as x.
+        mean = self._sum(x) / (x.numel() // self.num_features)
+        self.track(mean.detach())
         return mean
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether the mean is the batch's: in training, unless it is frozen."""
+        return self.training and not self.frozen
+
+    @property
+    def is_own_mean(self) -> bool:
+        """Whether the mean is that of this process's batch, and a subclass has no other."""
+        is_local = self.uses_batch and not self.is_shared
+        return is_local and type(self).mean is TrackedMean.mean
 
     @property
     def is_shared(self) -> bool:
@@ -92,25 +104,26 @@ class TrackedMean(nn.Module):
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
-        sums = x.sum(dim=self._other_dims(x), dtype=working_type(x))
+        sums = self._sum(x)
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
 
         sums, count = joint[:-1], joint[-1].detach()
         mean = torch.where(count > 0, sums / count.clamp(min=1), self.running_mean)
-        self._track(mean.detach(), count > 0)
+        self.track(mean.detach(), count > 0)
         return mean
 
-    def _other_dims(self, x: Tensor) -> list[int]:
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum of each channel, in float32 or better."""
         dims = list(range(x.ndim))
         del dims[self.dim]
-        return dims
+        return x.sum(dims, dtype=working_type(x))
 
-    def _track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
+    def track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
         """Move the running mean by the share of one batch: momentum, or 1/n while that is more."""
         running, count = self.running_mean, self.num_batches_tracked
         count.add_(batches)
-        mean = cast(mean, running.dtype)
+        mean = mean.to(running.dtype)
         if self.momentum is not None and not self.corrected:
             running.lerp_(mean, self.momentum)
             return
@@ -121,11 +134,17 @@ class TrackedMean(nn.Module):
         most = None if self.momentum is None else 1 / self.momentum
         running.addcdiv_(mean - running, count.clamp(1, most))
 
-    def _check_channels(self, x: Tensor) -> None:
+    def check_input(self, x: Tensor) -> None:
+        """Raise unless `x` has these channels and, to have a mean of its own, several values."""
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
             raise ValueError(
                 f"expected {self.num_features} channels in dimension {self.dim}; "
                 f"got an input of shape {tuple(x.shape)}."
+            )
+        if self.uses_batch and x.numel() == self.num_features and not self.is_shared:
+            raise ValueError(
+                "expected more than 1 value per channel when training, since one value is its own "
+                f"mean; got an input of shape {tuple(x.shape)}."
             )
 
 
@@ -191,6 +210,8 @@ class InputMeanNorm(TrackedMean):
             text += ", corrected=False"
         if self.synchronised:
             text += ", synchronised=True"
+        if self.frozen:
+            text += ", frozen=True"
         if self.dim != 1:
             text += f", dim={self.dim}"
         return text

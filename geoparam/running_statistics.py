@@ -1,4 +1,4 @@
-"""Running statistics of a whole model: recomputed, or shared by several processes."""
+"""Running statistics of a whole model: recomputed, frozen, or shared by several processes."""
 
 import contextlib
 import itertools
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from geoparam.inspection import arguments_of, call, refuse_non_model, why_not_callable
+from geoparam.arguments import check_flag
+from geoparam.model.run import arguments_of, call, refuse_non_model, why_not_callable
 from geoparam.norm import TrackedMean
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -23,7 +24,8 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
     averaging or editing weights, or where the moving average lags behind. Only modules with
     running statistics are in training mode meanwhile, so dropout stays off. Momentum and flags are
-    restored. A norm that does not run keeps its statistics; after an error all of them do.
+    restored. A norm that does not run keeps its statistics; after an error all of them do. Means
+    frozen by `freeze_means_` are recomputed too, and are frozen afterwards as before.
 
     Args:
         model: a model with such norms.
@@ -75,14 +77,19 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
     """Let norms start a plain average of batches, in a model that is otherwise in evaluation."""
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
+    frozen = [norm for norm in norms if isinstance(norm, TrackedMean) and norm.frozen]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain average
         norm.train()
+    for norm in frozen:
+        norm.frozen = False
     try:
         yield
     finally:
+        for norm in frozen:
+            norm.frozen = True
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, flag in flags.items():
@@ -129,7 +136,7 @@ def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" =
         >>> from geoparam import MeanOnlyBatchNorm
         >>> model = nn.Sequential(nn.Linear(4, 8), MeanOnlyBatchNorm(8))
         >>> synchronise_means_(model)[1]
-        MeanOnlyBatchNorm(8, momentum=0.1, synchronised=True)
+        MeanOnlyBatchNorm(8, momentum=0.2, synchronised=True)
     """
     refuse_non_model(model, "synchronise_means_(model)")
     norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
@@ -140,4 +147,39 @@ def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" =
         )
     for norm in norms:
         norm.synchronised, norm.process_group = True, process_group
+    return model
+
+
+def freeze_means_(model: Model, freeze: bool = True) -> Model:
+    """Let every mean normalization in `model` subtract a constant in training too, in place.
+
+    The constant is the running mean. It is not updated, no gradient flows through it, and the
+    batch may be of any size, as for a BatchNorm in evaluation mode. `freeze=False` undoes it.
+
+    This is a setting of the modules, as `training` is: copies have it, `model.train()` keeps it,
+    and a state dict does not hold it. After loading a checkpoint into a new model, call it again.
+    `recalibrate_` recomputes frozen means. BatchNorms in the model are not touched.
+
+    Args:
+        model: A model with mean normalization: `InputMeanNorm`, `MeanOnlyBatchNorm`, layers with
+            `input_norm`, or what `convert_(norm="imn")` returns.
+        freeze: False to take the mean of each batch again.
+
+    Example:
+        >>> from geoparam import InputMeanNorm
+        >>> norm = freeze_means_(InputMeanNorm(1))
+        >>> norm(torch.tensor([[1.0], [3.0]]))  # the running mean is 0
+        tensor([[1.],
+                [3.]])
+    """
+    refuse_non_model(model, "freeze_means_(model)")
+    check_flag("freeze", freeze)
+    norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
+    if not norms:
+        raise ValueError(
+            "this model has no mean normalization to freeze. Call it after convert_(norm='imn'); "
+            "after norm='fold' nothing depends on the batch, and a BatchNorm has eval()."
+        )
+    for norm in norms:
+        norm.frozen = freeze
     return model

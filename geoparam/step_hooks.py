@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from geoparam.base_layer import GmPLayer
-from geoparam.inspection import refuse_non_model
+from geoparam.model.run import refuse_non_model
 
 _replaced: Any = WeakIdKeyDictionary()  # parameters that have left their model
 _checked: WeakSet[Optimizer] = WeakSet()  # optimizers, since the last conversion

@@ -1,7 +1,8 @@
 """Checks of options, made where they come in."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 
 def check_names(what: str, known: Collection[object], *names: object) -> None:
@@ -23,6 +24,62 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be >= 1; got {count}.")
+
+
+RULES: dict[str, Callable[[float], bool]] = {
+    ">= 1": lambda value: value >= 1,
+    "from 0 to below 1": lambda value: 0 <= value < 1,
+    "above 0 and finite": lambda value: 0 < value < math.inf,
+    "0 or more and finite": lambda value: 0 <= value < math.inf,
+}
+
+
+def check_fields(
+    settings: object,
+    choices: Mapping[str, Collection[object]],
+    rules: Mapping[str, Collection[str]],
+) -> None:
+    """Raise ValueError where a field has a wrong value; None stands for no value.
+
+    Args:
+        settings: has the fields.
+        choices: names of fields, and what each may be.
+        rules: some of RULES, and the fields that each is for.
+    """
+    for name, known in choices.items():
+        value = getattr(settings, name)
+        if value is not None:
+            check_names(name, known, value)
+    for rule, names in rules.items():
+        for name in names:
+            value = getattr(settings, name)
+            if value is not None and not RULES[rule](value):
+                raise ValueError(f"{name} must be {rule}; got {value}.")
+
+
+def read_options(
+    text: str, readers: Mapping[str, Callable[[str], Any]]
+) -> tuple[str, dict[str, list[Any]]]:
+    """Return a method and the values of its options.
+
+    Example:
+        >>> read_options("muon:lr=0.01,0.02:decay=0.3", {"lr": float, "decay": float})
+        ('muon', {'lr': [0.01, 0.02], 'decay': [0.3]})
+    """
+    method, *parts = text.split(":")
+    options: dict[str, list[Any]] = {}
+    for part in parts:
+        name, _, values = part.partition("=")
+        if name in options:
+            raise ValueError(f"{method!r} has {name} twice: give its values between commas.")
+        try:
+            options[name] = [readers[name](value) for value in values.split(",")]
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"options of {method} are {', '.join(readers)}, each as NAME=VALUE, or with "
+                f"several values between commas; got {part!r}."
+            ) from None
+    return method, options
 
 
 def check_folds(folds: int, points: int) -> None:

@@ -38,7 +38,7 @@ AdamW has it.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -48,7 +48,7 @@ from torch.nn.utils import parametrize, skip_init
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam_lab.checks import check_names
+from geoparam_lab.checks import check_names, read_options
 
 EPSILON = 1e-3
 MOMENTUM = 0.01
@@ -217,12 +217,10 @@ def title(name: str) -> str:
 
 def get(name: str, **options: str) -> Method:
     """Return the method of this name, with options other than its defaults."""
-    plain, *words = name.split(":")
-    check_names("a method", METHODS, plain)
-    pairs = dict(each.partition("=")[::2] for each in words)
-    check_options(plain, [each.partition("=")[0] for each in words])
-    if not pairs.keys() <= set(OPTIONS):
-        raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
+    check_names("a method", METHODS, without_options(name))
+    plain, chosen = read_options(name, dict.fromkeys(OPTIONS, str))
+    check_options(plain, chosen)
+    pairs = {option: ",".join(values) for option, values in chosen.items()}
     is_idle = "angle_lr" in pairs or pairs.get("init") in ("sphere", "released")
     if is_idle and not METHODS[plain].is_geometric:
         raise ValueError(
@@ -231,13 +229,11 @@ def get(name: str, **options: str) -> Method:
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
 
 
-def check_options(method: str, names: Sequence[str]) -> None:
-    """Raise where an option is given twice, or is of a norm that the method does not have."""
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{method!r} has {name} twice: give its values between commas.")
-        if name in ("imn", "mbn") and name not in method:
-            raise ValueError(f"{name} is an option of methods with {name}; got {method!r}.")
+def check_options(method: str, options: Collection[str]) -> None:
+    """Raise where an option is of a norm that the method does not have."""
+    for norm in ("imn", "mbn"):
+        if norm in options and norm not in method:
+            raise ValueError(f"{norm} is an option of methods with {norm}; got {method!r}.")
 
 
 def check_methods(names: Sequence[str]) -> list[str]:

@@ -2,11 +2,14 @@ r"""Steps of a layer's stored parameters: how far boundaries turn and move, and 
 
 What is perturbed is what an optimizer steps on, and not the weight computed from it:
 
-| | direction | length | scale | offset | norm after it |
-| standard (SP) | w | | | b | gamma, beta |
-| weight normalization (WN) | v | l | | b | gamma, beta |
-| GmP in angles | theta, as latitude | | r | lam | gamma, beta |
-| GmP, intrinsic | d | | r | lam | gamma, beta |
+| | direction | length | scale | offset |
+| standard (SP) | w | | | b |
+| weight normalization (WN) | v | l | | b |
+| GmP in angles | theta, as latitude | | r | lam |
+| GmP, intrinsic | d | | r | lam |
+
+Norms need no table of their own: BN is WN in the norm of the data's covariance, with gamma for l
+and beta for b, and LN is SP on the difference w_i - mean(w).
 
 The kinds of step, of all roles but r, as in the papers' figure 1:
 
@@ -14,7 +17,7 @@ The kinds of step, of all roles but r, as in the papers' figure 1:
                   pi/2 - theta and loses delta.
     gaussian      N(0, delta^2) is added to every element.
     adversarial   -(1 + delta) w is added to w, or to v, and nothing to the other roles
-                  (Propositions 2.3-2.5). All units of a layer flip together, so LayerNorm's too.
+                  (Propositions 2.3-2.5).
 
 GmP stores no w to reverse. Its adversary takes a step of the same length as the one that reverses
 the unit under SP, (1 + delta) |r|, in the worst direction. Among angles that is theta_1: its
@@ -26,17 +29,16 @@ A bound is the turn that no step of that length exceeds. For a step eps of the d
     SP, WN, intrinsic     arcsin(||eps|| / ||w||) while ||eps|| < ||w||, else 180 degrees
     angles                ||eps||: the path's length, which is at least the angle (Theorem 3.7)
 
-Both are attained by some step of that length. Where a sign may flip, of l, of gamma or of an r
-inside the activation, which takes a step as large as they are, the bound is 180 degrees under
-every parameterization, GmP included. Under LayerNorm a unit's direction is w_i - mean(w): there
-eps is the step of that difference.
+Both are attained by some step of that length. Where a sign may flip, of l or of an r inside the
+activation, which takes a step as large as they are, the bound is 180 degrees under every
+parameterization, GmP included.
 """
 
 import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +46,10 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis import Boundaries, layer_boundaries
+from geoparam_lab.checks import check_names
 
 Kind = Literal["constant", "gaussian", "adversarial"]
 Steps = Mapping[str, Tensor]  # what is added, by role
-Pair = tuple[nn.Module, nn.Module | None]  # a layer and the norm after it
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
@@ -58,49 +60,36 @@ class Response:
     """How the boundaries of a layer's units answer to a step; NaN where there are none."""
 
     rotation: Tensor  # (out,), the turn of each boundary in degrees
-    displacements: Tensor  # (K, out), the move ||delta phi|| of its location, at K breakpoints
+    displacement: Tensor  # (out,), the move ||delta phi|| of its location
     bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
     after: Boundaries  # the boundaries after the step
 
-    @property
-    def displacement(self) -> Tensor:
-        """(out,), at the first breakpoint; ReLU and its relatives have no other."""
-        return self.displacements[0]
 
-
-def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, nn.Parameter]:
-    """Return the parameters that a layer and the norm after it store, by their roles."""
-    if isinstance(layer, gp.GmPLayer):
-        names = {"direction": _direction_name(layer), "scale": "r", "offset": "lam"}
-    elif "parametrizations.weight.original1" in dict(layer.named_parameters()):
-        original = "parametrizations.weight.original"
-        names = {"direction": f"{original}1", "length": f"{original}0", "offset": "bias"}
-    else:
-        names = {"direction": "weight", "offset": "bias"}
+def read_stored(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a layer stores, by their roles."""
     stored = dict(layer.named_parameters())
+    original = "parametrizations.weight.original"
+    names = {"direction": "weight", "offset": "bias"}
+    if isinstance(layer, gp.GmPLayer):
+        names = {"direction": "unit", "scale": "r", "offset": "lam"}
+        if "latitude" in stored:
+            names["direction"] = "latitude"
+    elif f"{original}1" in stored:
+        names = {"direction": f"{original}1", "length": f"{original}0", "offset": "bias"}
+
     roles = {role: stored[name] for role, name in names.items() if name in stored}
-    is_sign = isinstance(layer, gp.GmPLayer) and "sign" in dict(layer.named_buffers())
-    is_known = "length" not in roles or roles["length"].numel() == len(roles["length"])
-    if not is_known or ("direction" not in roles and not is_sign):
+    is_sign = isinstance(layer, gp.GmPLayer) and layer.fan_in == 1
+    has_other_length = "length" in roles and roles["length"].numel() != len(roles["length"])
+    if has_other_length or ("direction" not in roles and not is_sign):
         raise ValueError(
             f"{type(layer).__name__} does not store its weight in one tensor, or in a length and "
             "a direction of each unit: what a step of it is, is not known."
         )
-    if norm is not None:
-        affine = dict(norm.named_parameters())
-        if "weight" in affine:
-            roles["gamma"] = affine["weight"]
-        if "bias" in affine:
-            roles["beta"] = affine["bias"]
     return roles
 
 
-def _direction_name(layer: nn.Module) -> str:
-    return "latitude" if "latitude" in dict(layer.named_parameters()) else "unit"
-
-
 def _has_angles(layer: nn.Module) -> bool:
-    return isinstance(layer, gp.GmPLayer) and _direction_name(layer) == "latitude"
+    return "latitude" in dict(layer.named_parameters())
 
 
 @torch.no_grad()
@@ -109,26 +98,25 @@ def make_steps(
     kind: Kind = "constant",
     delta: float = 1e-3,
     *,
-    norm: nn.Module | None = None,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """Return a perturbation of one layer and the norm after it: float64 steps by role.
+    """Return a perturbation of one layer: float64 steps by role.
 
     Example:
         >>> layer = gp.GmPLinear(2, 1)
         >>> {role: step.tolist() for role, step in make_steps(layer, delta=0.5).items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
-    if kind not in KINDS:
-        raise ValueError(f"a kind is one of {', '.join(KINDS)}; got {kind!r}.")
-    if kind == "adversarial" and delta <= 0:
-        raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
-
-    stored = {role: p.double() for role, p in read_stored(layer, norm).items() if role != "scale"}
+    check_names("a kind", KINDS, kind)
+    stored = read_stored(layer)
     if kind == "adversarial":
         return {"direction": _reverse(layer, delta)} if "direction" in stored else {}
+
     steps = {}
-    for role, value in stored.items():
+    for role, parameter in stored.items():
+        value = parameter.double()
+        if role == "scale":
+            continue
         if kind == "gaussian":
             noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
             steps[role] = delta * noise
@@ -141,6 +129,8 @@ def make_steps(
 
 def _reverse(layer: nn.Module, delta: float) -> Tensor:
     """Return -(1 + delta) w for a stored w or v, and for GmP the worst step of that length."""
+    if delta <= 0:
+        raise ValueError(f"the adversarial -(1 + delta) w needs delta > 0; got {delta:g}.")
     d = read_stored(layer)["direction"].double()
     if not isinstance(layer, gp.GmPLayer):
         return -(1 + delta) * d
@@ -159,13 +149,11 @@ def _reverse(layer: nn.Module, delta: float) -> Tensor:
 
 
 @torch.no_grad()
-def respond(
-    layer: nn.Module, steps: Steps, norm: nn.Module | None = None, activation: Any = None
-) -> Response:
+def respond(layer: nn.Module, steps: Steps) -> Response:
     """Return how the boundaries of one layer's units answer to steps, by role.
 
     Steps are rounded to what the parameters can hold; turns, moves and bounds are those of the
-    rounded step, in float64. The other arguments are those of `layer_boundaries`.
+    rounded step, in float64.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -173,58 +161,46 @@ def respond(
         >>> respond(layer, {"direction": torch.tensor([[0.0, -2.0]])}).rotation.tolist()
         [45.0]
     """
-    stored = read_stored(layer, norm)
+    stored = read_stored(layer)
     missing = sorted(set(steps) - set(stored))
     if missing:
         raise ValueError(f"this layer has the roles {', '.join(stored)}; got steps of {missing}.")
-    before, after = ((copy.deepcopy(layer), copy.deepcopy(norm)) for _ in range(2))
+    before, after = copy.deepcopy(layer), copy.deepcopy(layer)
     for role, step in steps.items():
         value = stored[role]
-        read_stored(*after)[role].copy_((value.double() + step).to(value.dtype))
-    for module in (*before, *after):
-        if module is not None:
-            module.double()
+        read_stored(after)[role].copy_((value.double() + step).to(value.dtype))
+    before.double()
+    after.double()
 
-    old, new = (layer_boundaries(*pair, activation=activation) for pair in (before, after))
+    old, new = layer_boundaries(before), layer_boundaries(after)
     angle = sphere.angle_between(old.direction, new.direction)
     bound = _bound_turn(before, after)
     return Response(
         rotation=angle.rad2deg(),
-        displacements=(old.locations - new.locations).norm(dim=-1),
+        displacement=(old.location - new.location).norm(dim=-1),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
         after=new,
     )
 
 
-def _bound_turn(before: Pair, after: Pair) -> Tensor:
+def _bound_turn(before: nn.Module, after: nn.Module) -> Tensor:
     """Return the largest turn that a step of this length can cause, in radians."""
-    layer, norm = before
-    old, new = read_stored(*before), read_stored(*after)
+    old, new = read_stored(before), read_stored(after)
     if "direction" not in old:  # one input: a sign
         bound = torch.zeros_like(old["scale"])
-    elif isinstance(norm, nn.LayerNorm):
-        bound = _bound_vector(_centre(layer), _centre(after[0]))
-    elif _has_angles(layer):
-        bound = sphere.length(new["direction"] - old["direction"]).clamp(max=math.pi)
     else:
-        bound = _bound_vector(old["direction"].flatten(1), new["direction"].flatten(1))
+        row, other = old["direction"].flatten(1), new["direction"].flatten(1)
+        size, length = sphere.length(other - row), sphere.length(row)
+        if _has_angles(before):
+            bound = size.clamp(max=math.pi)
+        else:
+            bound = torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
 
-    factors = ["length", "gamma"]  # whose signs are the unit's too
-    if getattr(layer, "activation", None) is None:
+    factors = ["length"]  # whose signs are the unit's too
+    if getattr(before, "activation", None) is None:
         factors.append("scale")
     for role in old.keys() & set(factors):
         factor, later = old[role].flatten(), new[role].flatten()
         may_flip = (factor != later) & ((later - factor).abs() >= factor.abs())
         bound = torch.where(may_flip, math.pi, bound)
     return bound
-
-
-def _bound_vector(row: Tensor, other: Tensor) -> Tensor:
-    size, length = sphere.length(other - row), sphere.length(row)
-    return torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
-
-
-def _centre(layer: Any) -> Tensor:
-    """Return the weight's rows less their mean over the units, as LayerNorm sees them."""
-    rows = layer.weight.flatten(1)
-    return rows - rows.mean(dim=0)

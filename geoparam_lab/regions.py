@@ -26,17 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 import geoparam as gp
-from geoparam.analysis import SReLU, breaks
+from geoparam.analysis import breaks
 
 ON_LINE = 1e-11  # of half the window
 CONSTANT = 1e-13  # of the largest pre-activation
-BENT = 1e-9  # of the largest value of a step
-AT_A_TIME = 4096  # regions in one run of the model
+LAYERS = (nn.Linear, _ConvNd, gp.GmPLayer)
+AFFINE = (*LAYERS, _BatchNorm, gp.InputMeanNorm, nn.AvgPool2d, nn.Flatten, nn.Dropout, nn.Identity)
 
 Polygon = np.ndarray  # corners (k, 2), counter-clockwise
-Steps = list[tuple[str, nn.Module]]
 
 
 class Plane(NamedTuple):
@@ -49,39 +50,8 @@ class Plane(NamedTuple):
     def at(self, points: Tensor | np.ndarray) -> Tensor:
         """Return the inputs at points (N, 2) of the plane, in float64."""
         coefficients = torch.as_tensor(points, dtype=torch.float64)
-        axes = torch.stack([_float64(axis) for axis in self.axes])
-        return _float64(self.origin) + torch.tensordot(coefficients, axes, dims=1)
-
-    def coordinates(self, inputs: Tensor) -> np.ndarray:
-        """Return the coordinates (N, 2) of inputs, or of their nearest points in the plane."""
-        axes = torch.stack([_float64(axis).flatten() for axis in self.axes])
-        offsets = (_float64(inputs) - _float64(self.origin)).flatten(1)
-        return (offsets @ torch.linalg.pinv(axes)).numpy()
-
-
-def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plane:
-    """Return the plane through three inputs, with orthonormal axes, and a window around them.
-
-    The first axis points from p to q. The window is wider than what the three points span, by
-    `margin` of it on each side.
-
-    Example:
-        >>> a, b, c = torch.tensor([0., 0., 1.]), torch.tensor([4., 0., 1.]), torch.ones(3)
-        >>> plane = plane_through(a, b, c, margin=0)
-        >>> [axis.tolist() for axis in plane.axes], plane.extent
-        ([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], (0.0, 4.0, 0.0, 1.0))
-    """
-    p, q, r = _float64(p), _float64(q), _float64(r)
-    first = q - p
-    second = (r - p) - first * ((r - p) * first).sum() / (first * first).sum()
-    if not float(second.norm()) > 1e-6 * float((r - p).norm()):  # float32 rounds that much
-        raise ValueError("three points that lie on one line make no plane. Take others.")
-
-    axes = (first / first.norm(), second / second.norm())
-    spanned = Plane(p, axes, (0.0, 0.0, 0.0, 0.0)).coordinates(torch.stack([p, q, r]))
-    low, high = spanned.min(axis=0), spanned.max(axis=0)
-    low, high = low - margin * (high - low), high + margin * (high - low)
-    return Plane(p, axes, (float(low[0]), float(high[0]), float(low[1]), float(high[1])))
+        axes = torch.stack([axis.double() for axis in self.axes])
+        return self.origin.double() + torch.tensordot(coefficients, axes, dims=1)
 
 
 @dataclass(frozen=True)
@@ -103,9 +73,9 @@ def slice_regions(model: nn.Sequential, plane: Plane, *, max_regions: int = 100_
     """Return the linear regions of a network in the window of a plane.
 
     Args:
-        model: Layers, norms with running statistics and activations with breakpoints in a
-            Sequential, seen in evaluation mode. What bends inside of a region is refused.
-        plane: `Plane(origin, axes, extent)`, or `plane_through` three inputs.
+        model: Layers, norms with running statistics, and ReLU or another piecewise linear
+            activation in a Sequential, on the CPU, seen in evaluation mode.
+        plane: `Plane(origin, axes, extent)`.
         max_regions: More than these raise ValueError.
 
     Example:
@@ -116,129 +86,100 @@ def slice_regions(model: nn.Sequential, plane: Plane, *, max_regions: int = 100_
         >>> regions.count, regions.areas.sum().item(), regions.segments["2"].tolist()
         (6, 16.0, [[[1.0, 2.0], [1.0, 0.0]], [[1.0, -2.0], [1.0, 0.0]]])
     """
-    _check_plane(plane)
-    steps = _list_steps(model)
     a0, a1, b0, b1 = plane.extent
+    if not (-math.inf < a0 < a1 < math.inf and -math.inf < b0 < b1 < math.inf):
+        raise ValueError(f"extent is (a0, a1, b0, b1) with a0 < a1, b0 < b1; got {plane.extent}.")
     middle = np.array([a0 + a1, b0 + b1]) / 2
     half = np.array([a1 - a0, b1 - b0]) / 2
-    axes = [_float64(axis) * width for axis, width in zip(plane.axes, half, strict=True)]
+    axes = [axis.double() * width for axis, width in zip(plane.axes, half, strict=True)]
     window = Plane(plane.at(middle), axes, (-1.0, 1.0, -1.0, 1.0))
 
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
-    segments = {}
+    segments: dict[str, np.ndarray] = {}
+    before = nn.Sequential()  # the steps before an activation
     layer = ""
-    for number, (name, step) in enumerate(steps):
-        if isinstance(step, nn.Linear | nn.modules.conv._ConvNd | gp.GmPLayer):
+    for name, step in _list_steps(copy.deepcopy(model).double().eval()):
+        if isinstance(step, LAYERS):
             layer = name
         if breaks(step) is not None:
-            regions, ends = _cut_regions(window, steps[:number], layer, step, regions)
+            regions, ends = _cut_regions(window, before, layer, step, regions)
             segments[layer] = middle + half * np.array(ends).reshape(-1, 2, 2)
+        before.append(step)
         if len(regions) > max_regions:
             raise ValueError(
                 f"the window has more than max_regions={max_regions} regions. Take a smaller "
                 "window or a smaller network, or allow more."
             )
-    _check_straight(window, steps, regions)
+    if not segments:
+        raise ValueError("regions are made by activations with breakpoints, as ReLU; got none.")
     areas = np.array([_area(region) for region in regions]) * half.prod()
     return Slice(plane, [middle + half * region for region in regions], areas, segments)
 
 
-def _check_plane(plane: Plane) -> None:
-    if not isinstance(plane, Plane) or len(plane.axes) != 2 or len(plane.extent) != 4:
-        raise ValueError(
-            "slice_regions needs Plane(origin, two axes, (a0, a1, b0, b1)), or "
-            f"plane_through(p, q, r); got {plane}."
-        )
-    shapes = [tuple(tensor.shape) for tensor in (plane.origin, *plane.axes)]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            "origin and axes have the shape of one input, without the dimension of the batch; "
-            f"got {shapes}."
-        )
-    a0, a1, b0, b1 = plane.extent
-    is_finite = math.isfinite(a1 - a0) and math.isfinite(b1 - b0)
-    if not (is_finite and a0 < a1 and b0 < b1):
-        raise ValueError(f"extent is (a0, a1, b0, b1) with a0 < a1, b0 < b1; got {plane.extent}.")
-    spread = torch.linalg.svdvals(torch.stack([_float64(axis).flatten() for axis in plane.axes]))
-    if not (plane.origin.isfinite().all() and spread[-1] > 1e-9 * spread[0]):
-        raise ValueError("origin must be finite, and the axes two different directions.")
-
-
-def _list_steps(model: nn.Module) -> Steps:
-    """Return the modules of a copy of the model in float64, in the order of their calls."""
+def _list_steps(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in the order of their calls; raise where one is not piecewise linear."""
     if not isinstance(model, nn.Sequential):
-        raise ValueError(
-            f"slice_regions takes an nn.Sequential; got {type(model).__name__}. Give the part of "
-            "the model that is one."
-        )
-    steps: Steps = []
-    for name, module in copy.deepcopy(model).cpu().double().eval().named_modules():
-        if "." in name and not isinstance(
-            model.get_submodule(name.rpartition(".")[0]), nn.Sequential
-        ):
-            continue  # a part of a module that is called as a whole
+        raise ValueError(f"slice_regions takes an nn.Sequential; got {type(model).__name__}.")
+    for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
+            yield from _list_steps(module, f"{prefix}{name}.")
             continue
-        if getattr(module, "activation", None) is not None:
+        if not _is_piecewise_linear(module):
             raise ValueError(
-                f"{name!r} applies its activation itself. Build the layer without activation=, "
-                "and put the activation behind it."
+                "regions have straight sides where a network is affine between breakpoints; "
+                f"{prefix + name!r} is {module}. Take layers without an activation of their own, "
+                "norms with running statistics, ReLU or a relative of it, average pooling, or the "
+                "part before that module."
             )
-        known = breaks(module)
+        yield prefix + name, module
+
+
+def _is_piecewise_linear(module: nn.Module) -> bool:
+    known = breaks(module)
+    if known is not None:
         is_rounded = isinstance(module, nn.Hardsigmoid)  # torch's slope is off by 3e-8
-        if is_rounded or (known is not None and not known.linear):
-            raise ValueError(
-                f"regions have straight sides where activations are piecewise linear; {name!r} is "
-                f"{type(module).__name__}. Take ReLU or a relative of it."
-            )
-        steps.append((name, module))
-    if all(breaks(module) is None for _, module in steps):
-        raise ValueError("regions are made by activations with breakpoints, as ReLU; got none.")
-    return steps
+        is_shared = not any(isinstance(point, Tensor) for point in known.points)
+        return known.linear and is_shared and not is_rounded
+    if isinstance(module, _BatchNorm) and module.running_mean is None:
+        return False
+    return isinstance(module, AFFINE) and getattr(module, "activation", None) is None
 
 
 def _cut_regions(
-    window: Plane, steps: Steps, layer: str, activation: nn.Module, regions: Sequence[Polygon]
+    window: Plane, before: nn.Module, layer: str, activation: nn.Module, regions: list[Polygon]
 ) -> tuple[list[Polygon], list[np.ndarray]]:
     """Cut every region along the activation's boundaries; return the pieces and the cuts."""
+    inside = np.stack([region.mean(axis=0) for region in regions])
+    z, slopes = _compute_jets(window, before, inside)
+    if not z.isfinite().all():
+        raise ValueError(f"the pre-activations of {layer!r} are not finite in the window.")
+    normals, offsets = _find_lines(activation, z, slopes, inside)
+
     pieces: list[Polygon] = []
     ends: list[np.ndarray] = []
-    for group in _group(regions):
-        inside = np.stack([region.mean(axis=0) for region in group])
-        z, slopes = _compute_jets(window, steps, inside)
-        if not z.isfinite().all():
-            raise ValueError(f"the pre-activations of {layer!r} are not finite in the window.")
-        normals, offsets = _find_lines(activation, z, slopes, inside)
-        for region, normal, offset in zip(group, normals, offsets, strict=True):
-            parts = [region]
-            heights = region @ normal.T + offset
-            crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
-            for line in crosses.nonzero()[0]:
-                ends.append(_chord(region, normal[line], offset[line]))
-                parts = [
-                    half for part in parts for half in _split(part, normal[line], offset[line])
-                ]
-            pieces += parts
+    for region, normal, offset in zip(regions, normals, offsets, strict=True):
+        parts = [region]
+        heights = region @ normal.T + offset
+        crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
+        for line in crosses.nonzero()[0]:
+            ends.append(_chord(region, normal[line], offset[line]))
+            parts = [half for part in parts for half in _split(part, normal[line], offset[line])]
+        pieces += parts
     return pieces, ends
 
 
-def _group(regions: Sequence[Polygon]) -> Iterator[Sequence[Polygon]]:
-    for start in range(0, len(regions), AT_A_TIME):
-        yield regions[start : start + AT_A_TIME]
-
-
 @torch.no_grad()
-def _compute_jets(window: Plane, steps: Steps, points: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return what the steps compute at points, (N, units), and the slopes, (2, N, ...)."""
-    network = nn.Sequential(*(module for _, module in steps))
+def _compute_jets(window: Plane, network: nn.Module, points: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return what a network computes at points, (N, units), and the slopes, (N, units, 2)."""
     x = window.at(points)
     slopes = []
     with warnings.catch_warnings():  # torch warns at its own first use of forward mode
         warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
         for axis in window.axes:
-            both: Any = torch.func.jvp(network, (x,), (axis.expand_as(x).clone(),))
-            slopes.append(both[1])
-    return both[0], torch.stack(slopes)
+            jet: Any = torch.func.jvp(network, (x,), (axis.expand_as(x).clone(),))
+            z, slope = jet
+            slopes.append(slope.flatten(1))
+    return z.flatten(1), torch.stack(slopes, dim=2)
 
 
 def _find_lines(
@@ -248,60 +189,21 @@ def _find_lines(
 
     Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L), for L = breakpoints x units.
     """
-    value = z.flatten(1).numpy()
-    gradient = slopes.flatten(2).movedim(0, 2).numpy()
+    value, gradient = z.numpy(), slopes.numpy()
     length = np.linalg.norm(gradient, axis=2)
     rounding = CONSTANT * (np.abs(value) + length).max(axis=1, keepdims=True)
     is_constant = length <= rounding
     length[is_constant] = 1
     normal = np.where(is_constant[:, :, None], 0, gradient / length[:, :, None])
 
-    known = breaks(activation)
-    assert known is not None
+    known: Any = breaks(activation)
     offsets = []
     for point in known.points:
-        level: Any = point
-        if isinstance(point, Tensor):  # SReLU's, along its channels
-            dim = activation.dim % z.ndim if isinstance(activation, SReLU) else 1
-            level = point.view(-1, *[1] * (z.ndim - 1 - dim)).expand(z.shape[1:]).flatten().numpy()
-        height = value - level
+        height = value - point
         offset = height / length - np.einsum("pud,pd->pu", normal, points)
         side = np.where(height > rounding, np.inf, -np.inf)  # a constant unit meets no line
         offsets.append(np.where(is_constant, side, offset))
     return np.tile(normal, (1, len(offsets), 1)), np.concatenate(offsets, axis=1)
-
-
-@torch.no_grad()
-def _check_straight(window: Plane, steps: Steps, regions: Sequence[Polygon]) -> None:
-    """Refuse a network that is not affine on each region.
-
-    An affine function's value at a weighted mean of points is that mean of its values. The points
-    are just inside each corner, so that a kink separates some of them. The weights are random, so
-    that no symmetry hides a product of two coordinates.
-    """
-    random = np.random.default_rng(0)
-    for group in _group(regions):
-        owner = np.repeat(np.arange(len(group)), [len(region) for region in group])
-        corners = [0.01 * region.mean(axis=0) + 0.99 * region for region in group]
-        points = np.concatenate(corners)
-        weights = random.uniform(0.5, 1.5, len(points))
-        weights /= np.bincount(owner, weights)[owner]
-        means = np.zeros((len(group), 2))
-        np.add.at(means, owner, weights[:, None] * points)
-
-        x = window.at(np.concatenate([means, points]))
-        for name, module in steps:
-            x = module(x)
-            values = x.flatten(1).numpy()
-            mixed = np.zeros_like(values[: len(group)])
-            np.add.at(mixed, owner, weights[:, None] * values[len(group) :])
-            error = np.abs(mixed - values[: len(group)]).max()
-            if error > BENT * np.abs(values).max():
-                raise ValueError(
-                    "regions have straight sides where a network is affine between breakpoints; "
-                    f"{name!r} ({type(module).__name__}) bends inside of a region. Take ReLU or a "
-                    "relative of it, BatchNorm, average pooling, or the part before that module."
-                )
 
 
 def _area(polygon: Polygon) -> float:
@@ -341,7 +243,3 @@ def _chord(polygon: Polygon, normal: np.ndarray, offset: float) -> np.ndarray:
     on_line = walk[np.stack([heights == 0, crosses], axis=1).ravel()]
     furthest = np.square(on_line - on_line[0]).sum(axis=1).argmax()  # rounding can add others
     return on_line[[0, furthest]]
-
-
-def _float64(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64)

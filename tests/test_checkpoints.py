@@ -25,12 +25,29 @@ def test_a_folded_state_loads_into_the_plain_model(name: str, coordinates: str) 
     assert gp.verify(model, plain, x) < 1e-5
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"conv_net"}))
-def test_linear_layers_and_attention_fold_without_a_plain_state(name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_folds_without_a_plain_one(name: str, tmp_path: Path) -> None:
     make, x = MODELS[name]
     model, plain = trained(name), make()
-    plain.load_state_dict(fold_state_dict(model.state_dict()))
+    torch.save(model.state_dict(), tmp_path / "saved.pt")
+    for state in (model.state_dict(), torch.load(tmp_path / "saved.pt", weights_only=True)):
+        plain.load_state_dict(fold_state_dict(state))
+        assert gp.verify(model, plain, x) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"conv_net"}))
+def test_linear_layers_and_attention_fold_without_metadata(name: str) -> None:
+    make, x = MODELS[name]
+    model, plain = trained(name), make()
+    plain.load_state_dict(fold_state_dict(dict(model.state_dict())))
     assert gp.verify(model, plain, x) < 1e-5
+
+
+def test_metadata_of_another_layer_is_refused() -> None:
+    state = gp.GmPLinear(6, 9).state_dict()
+    state._metadata[""]["weight_shape"] = [9, 2, 2]
+    with pytest.raises(ValueError, match="9 units with 6 inputs.*Save the state dict again"):
+        fold_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
@@ -117,7 +134,9 @@ def test_other_keys_than_the_plain_models_are_listed() -> None:
 def test_absorbed_norms_are_explained() -> None:
     x = torch.randn(2, 3, 8, 8)
     model = gp.convert_(conv_net(), norm="imn", pretrained=True, example_inputs=x)
-    with pytest.raises(ValueError, match=r"Missing: 1.weight.*norm='imn'.*geoparam.fold_"):
+    with pytest.raises(
+        ValueError, match=r"Missing: 1.weight.*has absorbed these norms.*geoparam.fold_"
+    ):
         fold_state_dict(model.state_dict(), conv_net().state_dict())
 
 

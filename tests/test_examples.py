@@ -1,4 +1,4 @@
-"""What readers run: the pages' Python blocks, in order, the examples and the benchmarks."""
+"""What readers run: the pages' Python blocks, the notebooks, the examples, the benchmarks."""
 
 import importlib
 import json
@@ -15,25 +15,41 @@ from geoparam_lab.data import uci_data
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-GUIDES = "optimizer layers conversion training checkpoints analysis experiments".split()
-PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in DOCUMENTS if "```python\n" in page.read_text("utf-8")]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.md"))
 LAUNCHED = "# torchrun ", "# accelerate launch "  # tests/distributed/test_recipes.py runs these
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_blocks(page: Path, opening: str) -> list[str]:
+    """Return the code blocks of a page that begin with the line `opening`."""
+    text = page.read_text("utf-8")
+    return re.findall(rf"^```{opening}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / page).read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = read_blocks(page, "python")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks, start=1):
         if block.startswith(LAUNCHED):
             continue
-        for name in ("lightning", "transformers"):
+        for name in ("lightning", "torchvision", "transformers"):
             if f"import {name}\n" in block or f"from {name} import" in block:
                 pytest.importorskip(name)
-        exec(compile(block, f"{page}, python block {number}", "exec"), namespace)
-    assert blocks
+        exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebook_runs_in_a_few_steps(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "pandas", "sklearn", "torchvision"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("NOTEBOOK_STEPS", "4")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, cell in enumerate(read_blocks(notebook, r"\{code-cell\} ipython3"), start=1):
+        exec(compile(cell, f"{notebook.name}, cell {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

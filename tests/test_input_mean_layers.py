@@ -1,7 +1,6 @@
 """Layers with plain weights and their input's mean, and the conversion that makes them."""
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import centred_map
-from geoparam.centred_map import ConvOptions, channel_mean, map_centred, shift_bias
+from geoparam.centred_map import shift_bias
 from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import InputMeanConv2d, adopt
 
@@ -32,80 +31,105 @@ LAYERS = {
 }
 
 
-@pytest.fixture(params=[2**22, 0], ids=["small", "large"])
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether inputs take the map that large ones take."""
-    monkeypatch.setattr(centred_map, "LARGE", request.param)
-    return request.param == 0
-
-
-@pytest.fixture
-def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0)
+@pytest.fixture(params=[True, False], ids=["own", "formula"])
+def own_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether convolutions may use their own backward pass, or autograd's of the formula."""
+    if not request.param:
+        monkeypatch.setattr(centred_map, "_has_own_backward", lambda *_: False)
+    return request.param
 
 
 @pytest.mark.parametrize(("plain", "shape"), LAYERS.values(), ids=LAYERS)
 def test_training_is_that_of_a_centred_input(
-    plain: nn.Module, shape: tuple[int, ...], large: bool
+    plain: nn.Module, shape: tuple[int, ...], own_backward: bool
 ) -> None:
     layer = adopt(copy.deepcopy(plain))
     dim = -1 - len(getattr(plain, "kernel_size", ()))
     pair = nn.Sequential(gp.InputMeanNorm(4, dim=dim, **DOUBLE), copy.deepcopy(plain))
     x = torch.randn(shape, **DOUBLE) + 3
-    if large and x.ndim == 4:
-        x = x.to(memory_format=torch.channels_last)
     check_same_training(layer, pair, x)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("x_shape", "w_shape", "options"),
-    [
-        ((5, 4), (3, 4), None),
-        ((2, 4, 3, 3), (3, 4, 1, 1), ConvOptions((1, 1), (0, 0), (1, 1))),
-        ((2, 4, 3, 4), (2, 4, 3, 2), ConvOptions((1, 2), (1, 0), (1, 1))),
-    ],
-)
-def test_centred_maps_and_their_two_derivatives(
-    x_shape: tuple, w_shape: tuple, options: ConvOptions | None, bias: bool
-) -> None:
-    x, w, b = (
-        torch.randn(shape, **DOUBLE, requires_grad=True)
-        for shape in (x_shape, w_shape, w_shape[:1])
-    )
-    inputs = (x, w, b if bias else None)
-
-    def found(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if options is not None:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return map_centred(x, w, b, options)[0]
-
-    def formula(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if options is None:
-            return F.linear(x - x.mean(0), w, b)
-        return F.conv2d(x, w, shift_bias(b, w, x.mean((0, 2, 3))), *options)
-
-    torch.testing.assert_close(found(*inputs), formula(*inputs))
-    assert torch.autograd.gradcheck(found, inputs)
-    assert torch.autograd.gradgradcheck(found, inputs)
+CONVOLUTIONS = {
+    "1d": (gp.InputMeanConv1d(4, 3, 3, stride=2, padding=1, **DOUBLE), (2, 4, 7)),
+    "no bias": (gp.InputMeanConv2d(4, 3, 3, bias=False, **DOUBLE), (2, 4, 4, 5)),
+    "dilated": (gp.InputMeanConv2d(4, 3, (2, 3), (1, 2), (1, 0), (2, 1), **DOUBLE), (2, 4, 4, 5)),
+    "1x1": (gp.InputMeanConv2d(4, 3, 1, **DOUBLE), (2, 4, 2, 3)),
+    "3d": (gp.InputMeanConv3d(2, 3, 2, padding=1, **DOUBLE), (2, 2, 2, 1, 2)),
+}
 
 
-def test_the_mean_of_a_large_tensor_and_its_two_derivatives(all_large: None) -> None:
-    x = torch.randn(5, 4, **DOUBLE, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: channel_mean(x**2, [0]), (x,))
+@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_a_convolution_and_its_two_derivatives(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x, *parameters = torch.randn(shape, **DOUBLE), *layer.parameters()
+    inputs = tuple(p.detach().clone().requires_grad_() for p in (x, *parameters))
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return centred_map.map_centred(layer, layer, x, weight, bias)
+
+    def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        mean = x.mean([0, *range(2, x.ndim)])
+        return layer._map(x, weight, shift_bias(bias, weight, mean))
+
+    assert type(compute(*inputs).grad_fn).__name__ == "_CentredConvBackward"
+    torch.testing.assert_close(compute(*inputs), formula(*inputs))
+    assert torch.autograd.gradcheck(compute, inputs)
+    assert torch.autograd.gradgradcheck(compute, inputs)
 
 
-def test_an_in_place_relu_copies_nothing(all_large: None) -> None:
+def test_second_derivatives_where_an_input_is_computed_from_a_weight() -> None:
+    layer = gp.InputMeanConv1d(3, 3, 1, **DOUBLE)
+    x = torch.randn(2, 3, 4, **DOUBLE)
+
+    def twice(weight: Tensor) -> Tensor:
+        y = centred_map.map_centred(layer, layer, x, weight, layer.bias)
+        return centred_map.map_centred(layer, layer, y.tanh(), weight, layer.bias)
+
+    weight = layer.weight.detach().clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(twice, weight)
+
+
+@pytest.mark.parametrize("frozen", [["weight"], ["bias"], ["weight", "bias"]])
+def test_only_what_learns_gets_a_gradient(frozen: list[str]) -> None:
+    layer = gp.InputMeanConv2d(4, 3, 3)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    assert all((p.grad is None) is (name in frozen) for name, p in layer.named_parameters())
+
+
+def test_an_overridden_mean_or_convolution_is_used() -> None:
+    class Halved(gp.InputMeanConv2d):
+        def mean(self, x: Tensor) -> Tensor:
+            return super().mean(x) / 2
+
+    class Doubled(gp.InputMeanConv2d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return 2 * super()._conv_forward(x, weight, bias)
+
+    x = torch.randn(2, 4, 5, 5) + 3
+    layer = gp.InputMeanConv2d(4, 3, 3)
+    halved, doubled = Halved(4, 3, 3), Doubled(4, 3, 3)
+    halved.load_state_dict(layer.state_dict()), doubled.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(doubled(x), 2 * layer(x))
+    shifted = shift_bias(layer.bias, layer.weight, x.mean((0, 2, 3)) / 2)
+    torch.testing.assert_close(halved(x), F.conv2d(x, layer.weight, shifted))
+
+
+def test_an_in_place_relu_copies_nothing() -> None:
     x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
     z = gp.InputMeanConv2d(4, 6, 1)(x.requires_grad_())
-    assert type(z.grad_fn).__name__ == "_MapBackward" and not z._is_view()
+    assert not z._is_view() and z.is_contiguous(memory_format=torch.channels_last)
     assert "Relu" in type(z.relu_().grad_fn).__name__  # CopySlices on a view
-    assert z.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_gradient_inside_and_outside_of_autocast_is_the_same(all_large: None) -> None:
-    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
-    found = []
+@pytest.mark.parametrize("kind", [gp.InputMeanConv2d, gp.GmPConv2d])
+def test_the_gradient_inside_and_outside_of_autocast_is_the_same(kind: type[nn.Module]) -> None:
+    options = {"input_norm": True} if kind is gp.GmPConv2d else {}
+    layer, x = kind(4, 6, 3, **options), torch.randn(2, 4, 5, 5, requires_grad=True)
+    gradients = []
     for inside in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
             loss = layer(x).square().sum()
@@ -113,17 +137,17 @@ def test_the_gradient_inside_and_outside_of_autocast_is_the_same(all_large: None
                 loss.backward()
         if not inside:
             loss.backward()
-        found.append(layer.weight.grad)
+        gradients.append([p.grad for p in layer.parameters()])
         layer.zero_grad()
-    assert torch.equal(*found)
+    assert all(map(torch.equal, *gradients))
 
 
-def test_another_type_than_the_weights_is_refused_by_torch(large: bool) -> None:
-    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+def test_another_type_than_the_weights_is_refused_by_torch(own_backward: bool) -> None:
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="dtype|type"):
-        gp.InputMeanLinear(4, 6)(x)
+        gp.InputMeanConv2d(4, 6, 3)(x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert gp.InputMeanLinear(4, 6).double()(x).dtype == torch.float64
+        assert gp.InputMeanConv2d(4, 6, 3).double()(x).dtype == torch.float64
 
 
 class Dropped(nn.Module):
@@ -131,30 +155,21 @@ class Dropped(nn.Module):
         return F.dropout(weight, 0.5)
 
 
-def test_a_parametrization_is_computed_once(large: bool) -> None:
-    layer = gp.InputMeanLinear(4, 6).double()
+def test_a_parametrization_is_computed_once(own_backward: bool) -> None:
+    layer = gp.InputMeanConv2d(4, 6, 1).double()
     nn.utils.parametrize.register_parametrization(layer, "weight", Dropped(), unsafe=True)
-    z = layer(torch.randn(50, 4, **DOUBLE, requires_grad=True) + 3)
-    torch.testing.assert_close(z.mean(dim=0), layer.bias)
+    z = layer(torch.randn(5, 4, 3, 3, **DOUBLE, requires_grad=True) + 3)
+    torch.testing.assert_close(z.mean(dim=(0, 2, 3)), layer.bias)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_gradients_may_be_batched(kernel: int, all_large: None) -> None:
+def test_gradients_may_be_batched(kernel: int) -> None:
     layer, x = gp.InputMeanConv2d(4, 3, kernel, **DOUBLE), torch.randn(2, 4, 4, 4, **DOUBLE)
-    z = layer(x.to(memory_format=torch.channels_last).requires_grad_())
+    z = layer(x.requires_grad_())
     several = torch.randn(5, *z.shape, **DOUBLE)
     [found] = torch.autograd.grad(z, layer.weight, several, True, is_grads_batched=True)
     one_by_one = [torch.autograd.grad(z, layer.weight, g, True)[0] for g in several]
     torch.testing.assert_close(found, torch.stack(one_by_one))
-
-
-def test_nothing_but_the_loss_is_kept_after_the_backward_pass(all_large: None) -> None:
-    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        z = layer(x)
-    copies = [weakref.ref(saved) for saved in z.grad_fn.saved_tensors]
-    z.sum().backward()
-    assert sum(ref() is not None for ref in copies) <= 2  # the input and the weight
 
 
 def test_a_dynamic_batch_is_exported_in_training() -> None:
@@ -312,8 +327,8 @@ def test_layers_without_a_norm_are_left() -> None:
     ).eval()
     x = torch.randn(5, 4)
     text = str(gp.plan(model, norm="imn", weights="plain", example_inputs=x))
-    assert "1 of 3 layers with plain weights and IMN" in text
-    assert "3: Linear (no BatchNorm follows it)" in text
+    assert "1 of 3 layers with plain weights, " in text
+    assert "3: Linear (no BatchNorm follows it directly)" in text
 
 
 def test_a_file_folds_as_the_model_does() -> None:

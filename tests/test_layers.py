@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from same_training import check_same_training
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_, sphere
 from geoparam.base_layer import GmPLayer
-from geoparam.input_mean_layers import InputMeanLinear
+from geoparam.input_mean_layers import InputMeanConv2d, InputMeanLinear
 
 DOUBLE = {"dtype": torch.float64}
 CONVS = {1: (GmPConv1d, nn.Conv1d), 2: (GmPConv2d, nn.Conv2d), 3: (GmPConv3d, nn.Conv3d)}
@@ -254,7 +255,7 @@ def test_evaluation_sees_every_write(coordinates: str) -> None:
 
 
 def test_layers_take_a_momentum() -> None:
-    assert GmPConv2d(4, 6, 3, input_norm=True).input_norm.momentum == 0.1
+    assert GmPConv2d(4, 6, 3, input_norm=True).input_norm.momentum == 0.2
     assert GmPLinear(4, 6, input_norm=True, momentum=None).input_norm.momentum is None
 
 
@@ -358,3 +359,37 @@ def test_a_type_that_cannot_hold_a_distance_is_refused() -> None:
     layer.bias = torch.ones(3)
     with pytest.raises(ValueError, match="lam of GmPLinear.* is 500000 in row 0"):
         layer.to(torch.float16)
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the operators that reach a device, views of tensors among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+SIZES = {"in_channels": 8, "out_channels": 16, "kernel_size": 3, "padding": 1}
+CALLS = {
+    "convolution": (nn.Conv2d(**SIZES, bias=False), 11),
+    "BatchNorm": (nn.Sequential(nn.Conv2d(**SIZES, bias=False), nn.BatchNorm2d(16)), 17),
+    "input mean": (InputMeanConv2d(**SIZES), 27),
+    "angles": (GmPConv2d(**SIZES), 21),
+    "angles, input mean": (GmPConv2d(**SIZES, input_norm=True), 36),
+    "intrinsic": (GmPConv2d(**SIZES, coordinates="intrinsic"), 32),
+    "intrinsic, input mean": (GmPConv2d(**SIZES, coordinates="intrinsic", input_norm=True), 47),
+}
+
+
+@pytest.mark.parametrize(("layer", "most"), CALLS.values(), ids=CALLS)
+def test_calls_of_torch_in_a_training_step_of_a_layer_and_its_relu(
+    layer: nn.Module, most: int
+) -> None:
+    x = torch.randn(4, 8, 6, 6, requires_grad=True)
+    with CallCounter() as counter:
+        layer(x).relu().sum().backward()
+    assert counter.calls <= most

@@ -7,17 +7,42 @@ import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
 import geoparam
-from geoparam.cli import EXTRAS
+from geoparam_lab.cli import EXTRAS
 
+ROOT = Path(__file__).parents[1]
 OPTIONAL = ("matplotlib", "rich", "safetensors", "sklearn", "torchvision", "transformers", "typer")
 
 
 def test_version_is_the_metadata_version() -> None:
     assert geoparam.__version__ == importlib.metadata.version("geoparam")
+
+
+def test_version_is_written_once_and_cited() -> None:
+    pyproject, citation, changelog = (
+        (ROOT / name).read_text("utf-8")
+        for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")
+    )
+    assert 'dynamic = ["version"]' in pyproject
+    assert f"\nversion: {geoparam.__version__}\n" in citation
+    assert f"\n## {geoparam.__version__}\n" in changelog
+
+
+def test_workflow_has_the_pairs_of_make_test_versions() -> None:
+    pairs = re.compile(r'"(3\.\d+/\d+\.\d+\.\d+)"')
+    script = (ROOT / "tests" / "versions.py").read_text("utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8")
+    assert pairs.findall(workflow) == pairs.findall(script) != []
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for action in re.findall(r"uses: (\S+)", workflow.read_text("utf-8")):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), f"{workflow.name}: {action}"
 
 
 def test_depends_on_torch_and_numpy_alone() -> None:

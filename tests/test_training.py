@@ -158,3 +158,12 @@ def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(X).detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_evaluation_does_not_lag_behind_training_mode(seed: int) -> None:
+    lag = pytest.importorskip("evaluation_lag", reason="needs scikit-learn")
+    measured = lag.compare(lag.three_convolutions, "geometric", 32, seed, (20, 100))
+    default = f"momentum {gp.InputMeanNorm(1).momentum}"
+    below = [points for _, name, points in measured if name == default]
+    assert len(below) == 2 and max(below) <= 2

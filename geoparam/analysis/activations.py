@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.graph import Node
+from geoparam.model.graph import Node
 
 Activation = nn.Module | Callable[[Tensor], Tensor] | Node
 

@@ -34,23 +34,21 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.activations import breaks
-from geoparam.analysis.layer_units import (
-    UnitRows,
-    count_positions,
-    count_units,
-    has_units,
-    read_rows,
-)
 from geoparam.analysis.norms import (
     Moments,
-    Terms,
     count_groups,
     find_feature_dim,
     read_norm,
 )
 from geoparam.analysis.probe import read_moments
 from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.inspection import full_tensor, unwrap
+from geoparam.model.run import full_tensor, unwrap
+from geoparam.model.unit_layers import (
+    UnitRows,
+    count_positions,
+    count_units,
+    read_rows,
+)
 
 Statistics = Literal["running", "batch"]
 
@@ -94,14 +92,6 @@ class Boundaries:
     def locations(self) -> Tensor:
         """phi (K, out, n) at all breakpoints."""
         return -self.distances[..., None] * self.direction
-
-
-class Units(NamedTuple):
-    """The units of a layer: the weight as rows (out, n), and the terms that are known of them."""
-
-    rows: Tensor
-    terms: Terms
-    are_unit_vectors: bool
 
 
 class Places(NamedTuple):
@@ -177,12 +167,12 @@ def layer_boundaries(
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
         torch.Size([2, 5])
     """
-    if not has_units(layer):
+    units, positions = count_units(layer), count_positions(layer)
+    if not units:
         raise ValueError(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    units, positions = count_units(layer), count_positions(layer)
     if norm is not None:
         dims = [find_feature_dim(norm, units, rank, positions) for rank in range(2, 6)]
         if all(dim is None for dim in dims):
@@ -210,53 +200,51 @@ def _compute_boundaries(site: Site, moments: Moments | None = None) -> Boundarie
 
 
 @torch.no_grad()
-def read_units(site: Site, moments: Moments | None = None) -> Units:
-    """Return the units of a layer, with the norm after it and the activation's breakpoints."""
+def read_units(site: Site, moments: Moments | None = None) -> UnitRows:
+    """Return the units of a layer, with the terms of its norm and the activation's breakpoints."""
     assert site.layer is not None
-    layer = read_rows(site.layer)
-    rows, are_unit_vectors = layer.rows, layer.are_unit_vectors
-    terms: Terms = {}
-    for name in ("gain", "outer", "offset"):
-        if getattr(layer, name) is not None:
-            terms[name] = getattr(layer, name)
-
+    units = read_rows(site.layer)
     if site.norm is not None:
         groups = count_groups(site.norm, count_positions(site.layer))
         if groups:
-            rows, offset = _centre(layer, groups)
-            terms = {**terms, "gain": 1.0, "offset": offset}
-            are_unit_vectors = False
-        terms |= read_norm(site.norm, bool(groups), moments)
+            units = _centre(units, groups)
+        units.terms.update(read_norm(site.norm, bool(groups), moments))
 
     known = breaks(site.activation)
     if known is not None:
-        terms |= {"low": known.points[0], "high": known.points[-1]}
-    return Units(rows, terms, are_unit_vectors)
+        units.terms.update(low=known.points[0], high=known.points[-1])
+    return units
 
 
-def _centre(layer: UnitRows, groups: int) -> tuple[Tensor, Tensor | float]:
-    """Return rows and offset less their mean over the units of each group, times the gain."""
+def _centre(units: UnitRows, groups: int) -> UnitRows:
+    """Return rows and offset times the gain, less their mean over the units of each group."""
+    gain = full_tensor(units.terms.get("gain", 1.0))
 
-    def subtract_mean(t: Tensor) -> Tensor:
+    def subtract_mean(t: Any) -> Tensor:
         t = full_tensor(t)
         t = t.to(torch.promote_types(t.dtype, torch.float32))
-        if layer.gain is not None:
-            gain = full_tensor(layer.gain)
+        if isinstance(gain, Tensor):
             t = gain.view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 
-    offset = 0.0 if layer.offset is None else subtract_mean(layer.offset)
-    return subtract_mean(layer.rows), offset
+    terms = {name: term for name, term in units.terms.items() if name != "gain"}
+    if "offset" in terms:
+        terms["offset"] = subtract_mean(terms["offset"])
+    return UnitRows(subtract_mean(units.rows), terms)
 
 
-def combine_terms(units: Sequence[Units], like: Tensor) -> dict[str, Tensor]:
+def combine_terms(units: Sequence[UnitRows], like: Tensor) -> dict[str, Tensor]:
     """Return each term of all layers' units in one vector, of the type and device of `like`."""
+    counts = [len(each.rows) for each in units]
     constants: dict[float, Tensor] = {}  # one tensor for each number: a launch on a GPU
     columns = {}
     for name, default in DEFAULTS.items():
+        if not any(name in each.terms for each in units):
+            columns[name] = like.new_full((), default).expand(sum(counts))
+            continue
         parts = []
-        for each in units:
+        for each, count in zip(units, counts, strict=True):
             value = each.terms.get(name, default)
             if isinstance(value, Tensor):
                 value = full_tensor(value).to(like)
@@ -264,7 +252,7 @@ def combine_terms(units: Sequence[Units], like: Tensor) -> dict[str, Tensor]:
                 if value not in constants:
                     constants[value] = like.new_full((), value)
                 value = constants[value]
-            parts.append(value.expand(len(each.rows)))
+            parts.append(value.expand(count))
         columns[name] = torch.cat(parts)
     return columns
 

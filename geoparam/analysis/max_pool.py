@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam.graph import Node
+from geoparam.model.graph import Node
 
 
 class MaxPool:

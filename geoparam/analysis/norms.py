@@ -69,8 +69,9 @@ def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
 
     A model that evaluates is read as if all of its norms trained.
     """
-    is_frozen = model.training and not norm.training  # fine-tuning with fixed statistics
-    return has_running(norm) and not is_frozen and not _is_always_frozen(norm)
+    is_evaluating = model.training and not norm.training  # fine-tuning with fixed statistics
+    is_frozen = getattr(norm, "frozen", False) or _is_always_frozen(norm)
+    return has_running(norm) and not is_evaluating and not is_frozen
 
 
 def needs_batch(norm: nn.Module | None, model: nn.Module, batch: bool) -> bool:

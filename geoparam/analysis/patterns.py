@@ -29,7 +29,7 @@ from geoparam.analysis.activations import breaks
 from geoparam.analysis.max_pool import MaxPool
 from geoparam.analysis.probe import observe
 from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.inspection import tensors_in, unwrap
+from geoparam.model.run import tensors_in, unwrap
 from geoparam.storage import list_few
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is

@@ -20,7 +20,7 @@ from geoparam.analysis.norms import (
     uses_batch,
 )
 from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.trace import Step, trace
+from geoparam.model.trace import Step, trace
 
 See = Callable[[Site, int, Tensor], None]  # of a site, the number of a step, what the step reads
 

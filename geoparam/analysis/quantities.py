@@ -19,12 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam.analysis.layer_units import has_angles
+from geoparam.analysis.norms import count_groups
 from geoparam.analysis.readings import median
 from geoparam.analysis.snapshot import Interval
-from geoparam.inspection import full_tensor
+from geoparam.model.run import full_tensor
+from geoparam.model.unit_layers import count_positions, read_rows
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}  # quantiles; and "rms"
 NEGLIGIBLE = 1e-4  # a metric below this: a step of the angle turns the unit by under 1 % of it
@@ -156,9 +158,12 @@ class AngleMetric(LayerQuantity):
         smallest: dict[str, Tensor] = {}
         negligible: dict[str, Tensor] = {}
         for name, site in interval.layout.sites.items():
-            if site.layer is None or not has_angles(site.layer):
+            if site.layer is None or not getattr(site.layer, "has_angles", False):
                 continue
-            u = full_tensor(interval.now.directions[name])
+            u = interval.now.directions[name]
+            if count_groups(site.norm, count_positions(site.layer)):  # u is centred
+                u = interval.layout.pick(name, read_rows(site.layer).rows)
+            u = full_tensor(u)
             smallest[name] = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
 
             # P_k^2 = 1 - (u_1^2 + ... + u_{k-1}^2); P_1 = 1 is never small.
@@ -358,35 +363,36 @@ def make_column(
 
 def _compute_levels(interval: Interval, values: Tensor, levels: Sequence[float]) -> Tensor:
     """Return quantiles (Q, layers + 1, levels) of values (Q, total), the network's last."""
-    layer_of = interval.layout.layer_of
-    order = values.argsort(dim=1)  # NaN sorts last
-    by_layer = compute_quantiles(values, order, layer_of, len(interval.layout.counts), levels)
-    overall = compute_quantiles(values, order, torch.zeros_like(layer_of), 1, levels)
-    return torch.cat([by_layer, overall], dim=1).double()
+    layout = interval.layout
+    return compute_quantiles(values, layout.layer_of, len(layout.counts), levels).double()
 
 
 def compute_quantiles(
-    values: Tensor, order: Tensor, segment: Tensor, count: int, levels: Sequence[float]
+    values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
-    """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
+    """Return quantiles (Q, count + 1, levels) of values (Q, N) in each segment, and of all.
 
-    `order` sorts each row of the values, NaN last.
-
-    They interpolate linearly, as numpy's do. NaN counts as missing; all missing give NaN.
+    `segment` (N,) has the number of each column's segment. Quantiles interpolate linearly, as
+    numpy's do. NaN counts as missing; all missing give NaN.
 
     Example:
         >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> segment = torch.tensor([0, 0, 0, 1, 1])
-        >>> compute_quantiles(values, values.argsort(dim=1), segment, 2, (0.5, 1.0))
+        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
         tensor([[[3., 5.],
-                 [7., 7.]]])
+                 [7., 7.],
+                 [4., 7.]]])
     """
-    order = order.gather(1, segment[order].argsort(dim=1, stable=True))
-    ordered = values.gather(1, order)
+    overall, order = values.sort(dim=1)  # NaN sorts last
+    by_segment = order.gather(1, segment[order].argsort(dim=1, stable=True))
+    ordered = torch.cat([values.gather(1, by_segment), overall], dim=1)
+
+    # Where each segment begins in `ordered`, and all values after them; how many are known.
     zeros = torch.zeros(len(values), count, dtype=torch.int64, device=values.device)
     sizes = zeros[0].index_add(0, segment, torch.ones_like(segment))
+    start = F.pad(sizes.cumsum(0), (1, 0))[:, None]
     known = zeros.index_add(1, segment, (~values.isnan()).long())
-    start = (sizes.cumsum(0) - sizes)[:, None]
+    known = torch.cat([known, known.sum(dim=1, keepdim=True)], dim=1)
+
     level = torch.stack([values.new_full((), each) for each in levels])
     place = level * (known - 1).clamp(min=0)[:, :, None]
     below = (start + place.floor().long()).flatten(1)

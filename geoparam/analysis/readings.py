@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.activations import breaks
-from geoparam.analysis.layer_units import count_positions
 from geoparam.analysis.norms import average_moments, compute_moments
 from geoparam.analysis.patterns import Collector
 from geoparam.analysis.probe import list_normed, observe
 from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.base_layer import GmPLayer
+from geoparam.model.unit_layers import count_positions
 from geoparam.norm import TrackedMean
 
 
@@ -116,7 +115,7 @@ def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _find_input_mean(layer: nn.Module) -> Tensor | None:
     """Return the mean that the layer subtracts from its input; no running mean is updated."""
-    norm = layer.input_norm if isinstance(layer, GmPLayer) else layer
+    norm = getattr(layer, "input_norm", layer)  # or the layer itself has one
     if not isinstance(norm, TrackedMean):
         return None
     return norm.running_mean.view(-1, *[1] * count_positions(layer))

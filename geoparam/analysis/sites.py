@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from geoparam.analysis.activations import Activation, SReLU, breaks
-from geoparam.analysis.layer_units import (
-    PROJECTION,
-    count_positions,
-    count_units,
-    find_unit_layers,
-)
 from geoparam.analysis.max_pool import MaxPool
 from geoparam.analysis.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
-from geoparam.graph import Call, Graph, Node
-from geoparam.inspection import strip_wrappers, unwrap
-from geoparam.trace import OPS, Filter, trace
+from geoparam.model.graph import Call, Graph, Node
+from geoparam.model.run import strip_wrappers, unwrap
+from geoparam.model.trace import OPS, Filter, trace
+from geoparam.model.unit_layers import (
+    count_positions,
+    count_units,
+    find_channel,
+    find_unit_layers,
+)
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = Iterable[str] | Filter | None
@@ -90,7 +90,7 @@ def find_sites(
     found: dict[str, Site] = {}
     for name in sorted(units, key=lambda name: order.get(name, len(order))):
         module = units[name]  # one that did not run has directions too
-        site = Site(strip_wrappers(name), module, channel=-1 - count_positions(module))
+        site = Site(strip_wrappers(name), module, channel=find_channel(module))
         if graph is not None and name in ran:
             site = _follow(site, graph, name, modules)
         if isinstance(module, GmPLayer) and module.activation is not None:
@@ -98,7 +98,7 @@ def find_sites(
         found[site.name] = site
     by_name = {name: site.layer for name, site in found.items() if site.layer is not None}
     chosen = {name: found[name] for name in choose_layers(by_name, layers)}
-    others = [] if graph is None else _find_others(graph, modules, found, chosen)
+    others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)
 
 
@@ -229,7 +229,7 @@ def _has_units_in(graph: Graph, call: Call, step: int | None, dim: int) -> bool:
 
 
 def _find_others(
-    graph: Graph, modules: Modules, found: Mapping[str, Site], chosen: Mapping[str, Site]
+    graph: Graph, modules: Modules, units: Modules, chosen: Mapping[str, Site]
 ) -> list[Site]:
     """Return the max pools, and the activations with breakpoints that no chosen site shows.
 
@@ -237,7 +237,7 @@ def _find_others(
     follow layers which were not chosen are left out.
     """
     names = {call.layer: site.name for site in chosen.values() for call in site.calls}
-    all_units = {site.layer for site in found.values()}
+    all_units = set(units.values())
     chosen_units = {site.layer for site in chosen.values()}
     shown: set[int | None] = set()
     for site in chosen.values():
@@ -251,7 +251,7 @@ def _find_others(
             continue
         before = _find_layer_before(graph, step)
         layer = "" if before is None else graph.nodes[before].name or ""
-        module = modules.get(layer.removesuffix(PROJECTION).removesuffix(".")) if layer else None
+        module = units.get(layer)
         is_first_pool = before is None and isinstance(activation, MaxPool)
         is_no_units = module not in all_units and chosen_units == all_units
         if module in chosen_units or is_first_pool or is_no_units:

@@ -1,11 +1,11 @@
 """A snapshot: all that a tracker knows of a model's units at one moment.
 
-It is taken in one run of the probe, if there is one, and one reading of the weights. Two snapshots
+It is taken in one run of the probe, if there is one, and one pass over the weights. Two snapshots
 are an `Interval`, which is what a quantity is measured on (`quantities.py`). Everything stays on
 the model's device, and nothing waits for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,60 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import Units, combine_terms, place_boundaries, read_units
-from geoparam.analysis.layer_units import count_units
+from geoparam.analysis.boundary import combine_terms, place_boundaries, read_units
 from geoparam.analysis.norms import Moments
 from geoparam.analysis.patterns import Changes, Pattern, Patterns, count_examples
 from geoparam.analysis.readings import Readings
 from geoparam.analysis.sites import Inputs, Sites
-from geoparam.inspection import full_tensor
+from geoparam.model.run import full_tensor
+from geoparam.model.unit_layers import UnitRows, count_units
 
-BLOCK = 1 << 18  # elements; 2 MiB in float64
+BLOCK = 1 << 18  # elements; 1 MiB in float32, which the cache of a core holds
+SAFE_LENGTHS = {torch.float32: (1e-15, 1e15), torch.float64: (1e-150, 1e150)}
 
 
 class Snapshot(NamedTuple):
     """The followed units of all layers at one moment, one layer after another.
 
     A direction is kept without the sign of its unit's gain (gamma, or r inside), which would only
-    turn it around.
+    turn it around. Only the latest snapshot has directions: the next one turns them in place.
     """
 
     directions: dict[str, Tensor]  # unit rows (units, n) of each layer
+    moves: Tensor  # (total,), ||u - u'|| of each direction and the one before
     sign: Tensor  # (total,); NaN for a unit without a boundary
     scale: Tensor  # (total,)
     distances: Tensor  # (2, total), at the first and the last breakpoint
     patterns: Patterns | None = None
     readings: Readings | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next snapshot is compared with."""
-        directions = {name: rows.clone() for name, rows in self.directions.items()}
-        state: dict[str, Any] = {"directions": directions}
-        state |= {"sign": self.sign, "distances": self.distances}
-        if self.patterns is not None:
-            state["packed"] = {step: part.packed for step, part in self.patterns.parts.items()}
-        return state
-
-    def replace_by(self, state: Mapping[str, Any]) -> "Snapshot":
-        """Return the snapshot that a state was taken from; this one is of the same units."""
-        directions = {}
-        for name, now in self.directions.items():
-            directions[name] = torch.empty_like(now).copy_(state["directions"][name])
-        patterns = self.patterns
-        packed = state.get("packed", {})
-        if patterns is not None and packed.keys() == patterns.parts.keys():
-            parts = {
-                step: Pattern(packed[step].to(part.packed.device), part.bits)
-                for step, part in patterns.parts.items()
-            }
-            patterns = Patterns(parts, patterns.layers)
-        return Snapshot(
-            directions,
-            state["sign"].to(self.sign),
-            self.scale,
-            state["distances"].to(self.distances),
-            patterns,
-        )
 
 
 class Layout:
@@ -110,7 +82,7 @@ class Layout:
 
 
 class Camera:
-    """Takes snapshots of a model's units.
+    """Takes snapshots of a model's units, each compared with the one before.
 
     With `batch`, norms with running statistics are read by those of the probe, as in training.
     """
@@ -119,18 +91,19 @@ class Camera:
         self, model: nn.Module, sites: Sites, layout: Layout, probe: Inputs | None, batch: bool
     ) -> None:
         self.model, self.sites, self.layout, self.probe = model, sites, layout, probe
+        self.directions: dict[str, Tensor] = {}  # of the latest snapshot
         self._examples = None if probe is None else count_examples(probe)
         self._batch = batch
+        self._shapes: dict[str, torch.Size] = {}  # of each layer's rows
         modules = set(model.modules())
         self._read: dict[str, set[nn.Module]] = {}  # the modules that each layer's units depend on
         for name, site in sites.layers.items():
             parts = (site.layer, site.norm, site.activation)
             named = {part for part in parts if isinstance(part, nn.Module)}
             self._read[name] = named & modules
-        self._shapes = self._list_shapes()
 
     def check_model(self) -> None:
-        """Refuse a model whose layers are not those in which the sites were found."""
+        """Refuse a model whose modules are not those in which the sites were found."""
         modules = set(self.model.modules())
         gone = [name for name, parts in self._read.items() if not parts <= modules]
         if gone:
@@ -139,85 +112,132 @@ class Camera:
                 f"{', '.join(gone)}: convert_, fold_ and the like replace them. Build the tracker "
                 "afterwards."
             )
-        shapes = self._list_shapes()
-        if cut := [name for name, sizes in self._shapes.items() if shapes[name] != sizes]:
-            raise ValueError(
-                f"{', '.join(cut)} had other sizes when the tracker was built: rows were pruned "
-                "or added. Build the tracker anew."
-            )
-
-    def _list_shapes(self) -> dict[str, list[torch.Size]]:
-        """Return the shapes of each layer's parameters."""
-        shapes = {}
-        for name, site in self.sites.layers.items():
-            parameters = () if site.layer is None else site.layer.parameters()
-            shapes[name] = [parameter.shape for parameter in parameters]
-        return shapes
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
-    def take(self, spare: Snapshot | None = None) -> Snapshot:
-        """Run the probe, if there is one, and read all units.
-
-        The directions are written into the memory of `spare`, a snapshot that is no longer used.
-        """
+    def take(self) -> Snapshot:
+        """Run the probe, if there is one, read all units and turn the directions to theirs."""
         readings = None
         moments: Mapping[str, Moments] = {}
         if self.probe is not None:
             options = (self.sites, self._examples, self._batch)
             readings = Readings(self.model, self.probe, *options)
             moments = readings.moments
-        with torch.autocast(self.layout.like.device.type, enabled=False):
-            return self._read_units(moments, readings, {} if spare is None else spare.directions)
-
-    def _read_units(
-        self,
-        moments: Mapping[str, Moments],
-        readings: Readings | None,
-        spare: Mapping[str, Tensor],
-    ) -> Snapshot:
-        layers: list[Units] = []
-        directions: dict[str, Tensor] = {}
-        for name, site in self.layout.sites.items():
-            units = self._pick(name, read_units(site, moments.get(name)))
-            rows = units.rows.to(torch.promote_types(units.rows.dtype, torch.float32))
-            if not units.are_unit_vectors:
-                length = map_blocks(sphere.length, rows).to(rows.dtype)
-                rows = torch.div(rows, length[:, None], out=spare.get(name))
-                units.terms["length"] = length
-            directions[name] = rows
-            layers.append(units)
-        places = place_boundaries(combine_terms(layers, self.layout.like))
         patterns = None if readings is None else readings.patterns
-        return Snapshot(directions, *places, patterns, readings)
 
-    def _pick(self, name: str, units: Units) -> Units:
-        """Return the followed units of a layer."""
+        layers: list[UnitRows] = []
+        moves: list[Tensor] = []
+        with torch.autocast(self.layout.like.device.type, enabled=False):
+            for name, site in self.layout.sites.items():
+                units = self._pick(name, read_units(site, moments.get(name)))
+                moves.append(full_tensor(self._turn(name, units)).to(self.layout.like))
+                layers.append(units)
+            places = place_boundaries(combine_terms(layers, self.layout.like))
+        return Snapshot(self.directions, torch.cat(moves), *places, patterns, readings)
+
+    def lose_directions(self) -> None:
+        """Forget how units were turned: a snapshot was not finished. The next turns are NaN."""
+        for u in self.directions.values():
+            u.fill_(torch.nan)
+
+    def state_dict(self, last: Snapshot) -> dict[str, Any]:
+        """Return what the next snapshot is compared with, which is the latest one."""
+        state: dict[str, Any] = {"sign": last.sign, "distances": last.distances}
+        state["directions"] = {name: u.clone() for name, u in self.directions.items()}
+        if last.patterns is not None:
+            state["packed"] = {step: part.packed for step, part in last.patterns.parts.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], now: Snapshot) -> Snapshot:
+        """Go back to the directions of a state, and return its snapshot of the same units."""
+        directions = state.get("directions")
+        directions = directions if isinstance(directions, Mapping) else {}
+        stored = [("sign", state.get("sign"), now.sign)]
+        stored.append(("distances", state.get("distances"), now.distances))
+        stored += [(name, directions.get(name), u) for name, u in self.directions.items()]
+        for name, value, tensor in stored:
+            if not isinstance(value, Tensor) or value.shape != tensor.shape:
+                raise ValueError(
+                    f"the tracker's state is damaged: {name!r} of its snapshot should be a tensor "
+                    f"of shape {tuple(tensor.shape)}. Load another checkpoint, or go on without."
+                )
+        for name, u in self.directions.items():
+            u.copy_(state["directions"][name])
+        patterns = now.patterns
+        packed = state.get("packed", {})
+        if patterns is not None and packed.keys() == patterns.parts.keys():
+            parts = {}
+            for step, part in patterns.parts.items():
+                parts[step] = Pattern(packed[step].to(part.packed.device), part.bits)
+            patterns = Patterns(parts, patterns.layers)
+        sign, distances = state["sign"].to(now.sign), state["distances"].to(now.distances)
+        return now._replace(sign=sign, distances=distances, patterns=patterns)
+
+    def _pick(self, name: str, units: UnitRows) -> UnitRows:
+        """Return the followed units of a layer; refuse one that has other rows than before."""
+        if self._shapes.setdefault(name, units.rows.shape) != units.rows.shape:
+            raise ValueError(
+                f"{name} had other sizes when the tracker was built: rows were pruned or added. "
+                "Build the tracker anew."
+            )
         if name not in self.layout.chosen:
             return units
         terms = dict(units.terms)
         for key, value in terms.items():
             if isinstance(value, Tensor) and value.numel() > 1:  # not one value for all units
                 terms[key] = self.layout.pick(name, value)
-        return Units(self.layout.pick(name, units.rows), terms, units.are_unit_vectors)
+        return UnitRows(self.layout.pick(name, units.rows), terms, units.are_unit_vectors)
+
+    def _turn(self, name: str, units: UnitRows) -> Tensor:
+        """Turn a layer's directions to those of its rows; return ||u - u'|| of each unit.
+
+        The lengths of the rows become one of the units' terms.
+        """
+        rows = units.rows.to(torch.promote_types(units.rows.dtype, torch.float32))
+        if name not in self.directions:
+            self.directions[name] = torch.zeros_like(rows)
+        u = self.directions[name]
+        if units.are_unit_vectors:
+            self.directions[name] = rows
+            return torch.linalg.vector_norm(rows - u, dim=1)
+
+        units.terms["length"], moves = turn_rows(u, rows)
+        return moves
 
 
-def map_blocks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return a function of rows (units, n), one value for each, computed a block at a time.
+def turn_rows(u: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn directions u (units, n) to those of rows; return the rows' lengths and ||u - u'||."""
+    if rows.numel() > BLOCK and is_on_cpu(rows):
+        # A block at a time, so that what is computed in between stays in the cache.
+        size = max(1, BLOCK // rows.shape[1])
+        if size < len(rows):
+            blocks = zip(u.split(size), rows.split(size), strict=True)
+            lengths, moves = zip(*(turn_rows(*block) for block in blocks), strict=True)
+            return torch.cat(lengths), torch.cat(moves)
 
-    On a CPU what it computes in between then stays in the cache; elsewhere one block is all.
+    length = measure_lengths(rows)
+    difference = torch.addcdiv(u, rows, length[:, None], value=-1)  # u - rows / length
+    torch.div(rows, length[:, None], out=u)
+    return length, torch.linalg.vector_norm(difference, dim=1)
+
+
+def measure_lengths(rows: Tensor) -> Tensor:
+    """Return the lengths of rows (units, n), in their type.
+
+    On a CPU, torch adds up a contiguous row in many partial sums: in float32 that is right to
+    5e-7, in a fifth of the time of float64. Elsewhere, and where squares may leave the range of
+    the type, lengths are computed in float64.
     """
-    units, n = rows[0].shape
-    is_whole = rows[0].device.type != "cpu" or units * n <= BLOCK
-    if is_whole or any(hasattr(part, "full_tensor") for part in rows):
-        return function(*rows)
-    blocks = zip(*(part.split(max(1, BLOCK // n)) for part in rows), strict=True)
-    return torch.cat([function(*block) for block in blocks])
+    if is_on_cpu(rows) and rows.is_contiguous():
+        length = torch.linalg.vector_norm(rows, dim=1)
+        if torch.equal(length, length.clamp(*SAFE_LENGTHS[rows.dtype])):
+            return length
+    return sphere.length(rows).to(rows.dtype)
 
 
-def measure_difference(u: Tensor, v: Tensor) -> Tensor:
-    """Return ||u - v|| of each row."""
-    return torch.linalg.vector_norm(u - v, dim=1)
+def is_on_cpu(rows: Tensor) -> bool:
+    """Return whether rows are in this process's memory, and not in shards."""
+    return rows.device.type == "cpu" and not hasattr(rows, "full_tensor")
 
 
 class Interval:
@@ -234,11 +254,7 @@ class Interval:
         The second is sqrt(4 - ||u - u'||^2), which spares a pass over all weights. It has half
         the digits where a direction is all but turned around.
         """
-        apart = []
-        for name, u in self.now.directions.items():
-            difference = map_blocks(measure_difference, u, self.before.directions[name])
-            apart.append(full_tensor(difference).to(self.layout.like))
-        near = torch.cat(apart)
+        near = self.now.moves
         far = (4 - near.square()).clamp(min=0).sqrt()
         # A change of sign turns a direction around: the two lengths change places.
         is_flipped = self.before.sign != self.now.sign

@@ -20,14 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
 from geoparam.analysis.history import History
-from geoparam.analysis.layer_units import find_unit_layers
 from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
 from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
 from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
 from geoparam.arguments import check_callable, check_count, check_flag
-from geoparam.inspection import refuse_lazy, strip_wrappers, unwrap
-from geoparam.trace import is_tracing
+from geoparam.model.run import refuse_lazy, strip_wrappers, unwrap
+from geoparam.model.trace import is_tracing
+from geoparam.model.unit_layers import find_unit_layers
 
 __all__ = ["BoundaryTracker", "history"]
 
@@ -137,7 +137,6 @@ class BoundaryTracker:
         self._pending: list[_Pending] = []
         self._camera: Camera | None = None
         self._last: Snapshot | None = None
-        self._spare: Snapshot | None = None  # the one before; its memory is used again
         self._history: History | None = None
         self._writer: ScalarLog | CSVLog | None = None
         self._handles: list[RemovableHandle] = []
@@ -203,7 +202,7 @@ class BoundaryTracker:
             state["units"] = self._count_units()
             if self._measured_at != self._steps:
                 state["measured_at"] = self._measured_at
-                state["snapshot"] = self._last.state_dict()
+                state["snapshot"] = self._camera.state_dict(self._last)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +226,7 @@ class BoundaryTracker:
         sites = find_sites(self.model, inputs, self._layers, kwargs)
         layout = Layout(sites, self._units)
         camera = Camera(self.model, sites, layout, self._probe, self._batch)
-        self._last = camera.take()
+        self._last = _strip(camera.take())
         self._camera = camera
         if self._is_first:
             columns = [column for quantity in self.quantities for column in quantity.columns]
@@ -261,30 +260,33 @@ class BoundaryTracker:
             self._history.forget_after(state["step"])
         if self._writer is not None:
             self._writer.forget_after(state["step"])
-        self._last = self._require_camera().take()
+        camera = self._require_camera()
+        self._last = _strip(camera.take())
         self._measured_at = state.get("measured_at", state["step"])
         if "snapshot" in state:
-            self._last = self._last.replace_by(state["snapshot"])
+            self._last = camera.load_state_dict(state["snapshot"], self._last)
 
     def _count_units(self) -> dict[str, list[int]]:
         """Return the number of followed units of each layer, and of their inputs."""
-        assert self._last is not None
-        return {name: list(rows.shape) for name, rows in self._last.directions.items()}
+        directions = self._require_camera().directions
+        return {name: list(u.shape) for name, u in directions.items()}
 
     def _record(self) -> None:
         """Take a snapshot, and start copying what it shows to the host."""
         camera = self._require_camera()
         assert self._last is not None
         camera.check_model()
-        now = camera.take(self._spare)
+        try:
+            now = camera.take()
+            values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
+        except BaseException:
+            camera.lose_directions()
+            raise
         if now.readings is not None and not now.readings.took_same_steps:
             warnings.warn(OTHER_STEPS, stacklevel=3)
-        values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
         if now.patterns is None:  # the next ones are compared with the last that were known
             now = now._replace(patterns=self._last.patterns)
-        if camera.layout.like.device.type == "cpu":  # where large new tensors take long
-            self._spare = self._last
-        self._last = now._replace(readings=None)
+        self._last = _strip(now)
         self._measured_at = self._steps
         if self._is_first:
             self._pending.append(
@@ -313,6 +315,11 @@ class BoundaryTracker:
             self._pending.pop(0)  # only now: after a failed write it is tried again
             if self._writer is not None:
                 self._writer.write(rows)
+
+
+def _strip(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot without what the next one is not compared with."""
+    return snapshot._replace(directions={}, readings=None)
 
 
 class _Pending(NamedTuple):

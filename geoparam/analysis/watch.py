@@ -1,5 +1,6 @@
 """A tracker that the optimizer calls: `watch`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from geoparam.analysis.quantities import Quantity
 from geoparam.analysis.sites import Inputs
 from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.model.run import refuse_non_model
 
 
 def watch(
@@ -51,11 +53,19 @@ def watch(
           layers: 0, 2
           quantities: rotation_max, rotation_median, rotation_p99, rotation_rms
     """
+    refuse_non_model(model, "watch(model, optimizer)")
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's and Lightning's wrappers
     if not isinstance(inner, Optimizer):
         raise ValueError(
             f"watch needs the optimizer that steps the model; got {type(optimizer).__name__}. "
             "Without one, build a BoundaryTracker and call its step()."
+        )
+    stepped = {id(p) for group in inner.param_groups for p in group["params"]}
+    if not any(id(p) in stepped for p in model.parameters()):
+        warnings.warn(
+            "this optimizer has none of the model's parameters, so it will not turn its units: "
+            "was it built for another model, or before the parameters were replaced?",
+            stacklevel=2,
         )
     tracker = BoundaryTracker(model, every, probe=probe, log=log, quantities=quantities, **options)
     tracker.remove_on_close(inner.register_step_post_hook(StepHook(tracker.step)))

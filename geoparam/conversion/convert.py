@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +27,22 @@ from geoparam.conversion.plan import (
     Candidate,
     Decision,
     Inputs,
+    Norm,
     Plan,
     Request,
     Weights,
     absorb_norm,
     decide,
     find_candidates,
+    learns_offset,
 )
 from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
+from geoparam.model.trace import Filter, record_run
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
-from geoparam.trace import Filter, record_run
 
 log = logging.getLogger("geoparam")
 
@@ -86,7 +88,7 @@ def convert_(
     coordinates: Name | None = None,
     natural: bool = False,
     init: Init | None = None,
-    norm: Literal["imn"] | None = None,
+    norm: Norm | None = None,
     pretrained: bool = False,
     weights: Weights = "geometric",
     momentum: float | None = MOMENTUM,
@@ -99,25 +101,29 @@ def convert_(
     transformers' Conv1D become GmP layers with the same function; the output layer, embeddings and
     norms stay. The model has new parameters afterwards: build the optimizer after this call.
 
+    `norm` takes out BatchNorm where it follows a layer and nothing else, also that of a backbone's
+    last layer. The printed `plan` says how many go and what then depends on the batch.
+
     Args:
         model: Any model. A bare layer is converted too; use what is returned.
         filter_fn: `filter_fn(module, name) -> bool` chooses the layers, output layers too.
         coordinates: `"angles"` (the default) or `"intrinsic"`.
         natural: Divide the angles' gradient by the metric.
         init: `"sphere"` or `"glorot"` for new parameters instead of the same function.
-        norm: `"imn"` lets a layer absorb the BatchNorm that follows it, and gives it input mean
-            normalization instead; with `init` every converted layer but the first has it.
-        pretrained: Whether the statistics of BatchNorm are worth keeping. `norm="imn"` without
-            `init` warns if they are those of a new model, unless this says True.
-        weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm="imn"`, keeps
-            each weight's Parameter and key, and adds a bias and the running mean of the input.
+        norm: `"fold"` lets a layer absorb the BatchNorm that follows it, so that nothing depends
+            on the batch. `"imn"` does so and gives the layer input mean normalization instead;
+            with `init` every converted layer but the first has it.
+        pretrained: Whether the statistics of BatchNorm are worth keeping. `norm` without `init`
+            warns if they are those of a new model, unless this says True.
+        weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm`, keeps each
+            weight's Parameter and key, and adds a bias and, for `"imn"`, the input's running mean.
         momentum: Share of a new batch in the running means of `norm="imn"`.
         example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
             keyword arguments; needed for `norm`, and finds the output layers exactly. The model
             is run on it before and after, and put back with an error if its outputs differ or it
             still computes with a replaced layer.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
-            from where BatchNorm is replaced; by default `example_inputs`.
+            from where `norm="imn"` replaces BatchNorm; by default `example_inputs`.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
@@ -158,11 +164,11 @@ def convert_(
         means.check(layers)
 
     coordinates = "angles" if coordinates is None else coordinates
-    builder = _Builder(coordinates, natural, init, weights, momentum, means)
+    builder = _Builder(coordinates, natural, init, momentum, means)
     pairs = _build_pairs(model, candidates, decided, builder)
     changed: list[Tensor] = []
-    if weights == "plain":  # which are written to in place
-        for decision in decided.converted:
+    for decision in decided.converted:
+        if decision.weights == "plain":  # its Parameters are written to in place
             changed += model.get_submodule(decision.name).parameters()
     model = replace_checked(
         model, pairs, example_inputs, run, "converted", changed=changed, same=init is None
@@ -174,29 +180,37 @@ def convert_(
 def _find_advice(
     model: nn.Module, decided: Plan, request: Request, pretrained: bool
 ) -> str | None:
-    """Return what a caller of norm="imn" should know before training."""
+    """Return what a caller of `norm` should know before training."""
     if request.norm is None:
         return None
-    if request.init is None:
-        return _find_misuse(model, decided, pretrained)
-    return _find_new_keys(model, decided)
+    if request.init is not None:
+        return _find_new_keys(model, decided)
+    if decided.norm == "fold" and decided.kept_norms and request.filter_fn is None:
+        return (
+            f"{len(decided.kept_norms)} norms stay and use the batch's statistics in training, "
+            f"{decided.kept_norms[0]!r} first: no layer comes right before them, or its output is "
+            "read elsewhere too. To hold them still, call eval() on them; gp.plan(...).kept_norms "
+            "has their names."
+        )
+    return _find_misuse(model, decided, pretrained)
 
 
 def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | None:
-    """Return what to say where norm="imn" without `init` has no BatchNorm to learn from."""
+    """Return what to say where `norm` without `init` has no BatchNorm to learn from."""
     names = [d.norm for d in decided.decisions if d.norm]
     if not names:
         return (
-            "norm='imn' found no BatchNorm that follows a layer, so no layer has its input's mean "
-            "subtracted. To train from scratch with input means in every layer, pass "
+            f"norm={decided.norm!r} found no BatchNorm that follows a layer, so nothing is "
+            "removed. To train from scratch with input means in every layer, pass norm='imn' and "
             "init='glorot'; else leave out norm."
         )
     if pretrained or any(_has_statistics(model.get_submodule(name)) for name in names):
         return None
     return (
-        "norm='imn' keeps the function that this model has in evaluation, and its BatchNorms have "
-        "never seen a batch: without their deviations it would start badly scaled. To train from "
-        "scratch pass init='glorot'; if the function is worth keeping, pretrained=True."
+        f"norm={decided.norm!r} keeps the function that this model has in evaluation, and its "
+        "BatchNorms have never seen a batch: without their deviations it would start badly "
+        "scaled. To train from scratch pass norm='imn' and init='glorot'; if the function is "
+        "worth keeping, pretrained=True."
     )
 
 
@@ -311,7 +325,6 @@ class _Builder:
     coordinates: Name
     natural: bool
     init: Init | None
-    weights: Weights
     momentum: float | None
     means: _InputMeans
 
@@ -329,7 +342,7 @@ class _Builder:
             if mean is not None:  # the layer will subtract w^T m, of m in its own type
                 new_bias = new_bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
 
-        if self.weights == "plain":
+        if decision.weights == "plain":
             new = adopt(candidate.module, self.momentum, centred=bool(decision.input_norm))
             offset, tracked = new.bias, new
             self._set_plain(new, gain, new_bias)
@@ -339,11 +352,9 @@ class _Builder:
             if keeps_function:
                 new._set_affine(weight, new_bias, gain)
 
-        if norm is not None:  # what takes over from a BatchNorm learns if the norm or the bias did
-            norm_learns = any(p.requires_grad for p in norm.parameters(recurse=False))
-            bias_learns = bias is not None and bias.requires_grad
-            offset.requires_grad_(norm_learns or bias_learns)
-            if self.weights == "geometric" and norm_learns:
+        if norm is not None:
+            offset.requires_grad_(learns_offset(bias, norm))
+            if decision.weights == "geometric" and learns_offset(None, norm):
                 new.r.requires_grad_()
         if mean is not None:
             tracked.running_mean.copy_(mean)

@@ -21,13 +21,13 @@ from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
 from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
-from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
-from geoparam.inspection import computes_as, refuse_non_model
 from geoparam.layers import GmPLinear, is_trained
+from geoparam.model.graph import Graph
+from geoparam.model.run import computes_as, refuse_non_model
+from geoparam.model.trace import record_run
 from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
-from geoparam.trace import record_run
 
 log = logging.getLogger("geoparam")
 
@@ -50,7 +50,7 @@ def fold_(
         example_inputs: A small batch; needed where r < 0 stands outside an activation, and for
             `InputMeanNorm` modules. The model is run on it before and after, and put back with an
             error if its outputs differ.
-        restore_norm: Whether a BatchNorm comes back where `convert_(norm="imn")` took one out. It
+        restore_norm: Whether a BatchNorm comes back where `convert_(norm=...)` took one out. It
             adds the layer's bias and does nothing else (gamma = 1, mu = 0, sigma^2 = 1 - eps), so
             that the original's files load. By default it does where weights are geometric, and
             does not with `weights="plain"`.
@@ -78,6 +78,8 @@ def fold_(
     run = None if example_inputs is None else record_run(model, example_inputs)
     graph = None if run is None else run.graph
     absorbed = _find_removed_norms(ours)
+    if restore_norm is None:  # all norms or none: `norm="fold"` may leave some layers plain
+        restore_norm = any(isinstance(layer, GmPLayer) for layer in absorbed)
     factors = _find_factors(model, ours, graph)
     for name in factors:
         ours.setdefault(name, model.get_submodule(name))
@@ -88,7 +90,7 @@ def fold_(
             folded[module] = _fold_norm(name, module, graph)
         elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
             removed = absorbed.get(module)
-            restored = removed if _restores(module, removed, restore_norm) else None
+            restored = removed if restore_norm and _can_restore(removed) else None
             folded[module], norm = _fold_layer(name, module, factors.get(name), restored)
             if removed is not None:
                 folded[removed] = _drop_norm(removed) if norm is None else norm
@@ -136,11 +138,12 @@ def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNo
     return absorbed
 
 
-def _restores(layer: nn.Module, removed: RemovedNorm | None, restore_norm: bool | None) -> bool:
-    """Return whether the BatchNorm that a layer has absorbed comes back."""
-    if removed is None or removed.norm.running_mean is None:
-        return False  # without running statistics it uses the batch's even in eval mode
-    return isinstance(layer, GmPLayer) if restore_norm is None else restore_norm
+def _can_restore(removed: RemovedNorm | None) -> bool:
+    """Return whether a BatchNorm was absorbed that can come back.
+
+    One without running statistics cannot: it uses the batch's even in eval mode.
+    """
+    return removed is not None and removed.norm.running_mean is not None
 
 
 def _drop_norm(removed: RemovedNorm) -> nn.Module:
@@ -218,7 +221,9 @@ def _restore_norm(removed: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor
     """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
     norm: Any = copy.deepcopy(removed.norm)
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
-        norm.to_empty(device=bias.device).reset_running_stats()
+        norm.to_empty(device=bias.device)
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):  # a frozen one counts no batches
+            norm.reset_running_stats()
     had_layers_type = norm.running_mean.dtype == removed.layer_type
     norm.to(bias.device, bias.dtype if had_layers_type else None)
     learns = removed.offset_learns()

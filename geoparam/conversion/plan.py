@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from geoparam.arguments import check_callable
-from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
-from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.inspection import is_conv1d, refuse_non_model, refuse_unready
-from geoparam.model.unit_layers import Entry, describe, is_plain_layer
-from geoparam.trace import Filter, output_layers, record_run
+from geoparam.model.graph import Graph
+from geoparam.model.run import refuse_non_model, refuse_unready
+from geoparam.model.trace import Filter, output_layers, record_run
+from geoparam.model.unit_layers import Entry, find_affine
+from geoparam.norm import TrackedMean
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
+Norm = Literal["imn", "fold"]
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_USERS = (nn.modules.batchnorm._BatchNorm, TrackedMean)  # in training
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Decision:
     notes: tuple[str, ...] = ()
     norm: str | None = None
     input_norm: InputNorm = False
+    weights: Weights = "geometric"
     parameters: int = 0  # converted ones
 
     def __str__(self) -> str:
@@ -69,7 +71,9 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     parameters: int
-    weights: str = "geometric"
+    weights: Weights = "geometric"
+    norm: Norm | None = None
+    kept_norms: tuple[str, ...] = ()  # modules that use the batch's statistics in training
 
     @property
     def converted(self) -> list[Decision]:
@@ -77,17 +81,39 @@ class Plan:
 
     def __str__(self) -> str:
         left = [d for d in self.decisions if not d.converted]
-        what = "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
-        count = sum(d.parameters for d in self.converted)
+        as_asked = [d for d in self.converted if d.weights == self.weights]
+        what = "under GmP" if self.weights == "geometric" else "with plain weights"
+        count = sum(d.parameters for d in as_asked)
         lines = [
-            f"{len(self.converted)} of {len(self.decisions)} layers {what}, "
+            f"{len(as_asked)} of {len(self.decisions)} layers {what}, "
             f"{count:,} of {self.parameters:,} parameters"
         ]
+        if self.norm is not None:
+            removed = sum(d.norm is not None for d in self.converted)
+            lines.append(f"BatchNorms removed: {removed}")
+            lines.append(f"depends on the batch in training: {self._describe_batch_use()}")
         for title, decisions in (("converted:", self.converted), ("left:", left)):
             if decisions:
                 lines.append(title)
                 lines += [f"  {d}" for d in decisions]
         return "\n".join(lines)
+
+    def _describe_batch_use(self) -> str:
+        """Name what will use a batch's statistics."""
+        users = []
+        means = sum(bool(d.input_norm) for d in self.converted)
+        if means:
+            users.append(f"input means of {means} {_plural('layer', means)}")
+        if self.kept_norms:
+            listed = ", ".join(self.kept_norms[:3])
+            more = ", ..." if len(self.kept_norms) > 3 else ""
+            count = len(self.kept_norms)
+            users.append(f"{count} {_plural('norm', count)} left ({listed}{more})")
+        return " and ".join(users) or "nothing"
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
 
 
 class Candidate(NamedTuple):
@@ -120,10 +146,8 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     """Return the layers that have a GmP form, by the name of their module."""
     candidates = {}
     for name, module in model.named_modules():
-        is_attention = isinstance(module, nn.MultiheadAttention)
-        is_ours = isinstance(module, GmPMultiheadAttention)  # its projection is a layer
-        if is_plain_layer(module) or is_conv1d(module) or (is_attention and not is_ours):
-            entry = next(describe(module))
+        entry = find_affine(module)
+        if entry is not None and not isinstance(module, InputMeanLayer):
             candidates[name] = Candidate(entry.name(name), module, entry)
     return candidates
 
@@ -134,26 +158,31 @@ class Request:
 
     filter_fn: Filter | None = None
     init: Init | None = None
-    norm: Literal["imn"] | None = None
+    norm: Norm | None = None
     weights: Weights = "geometric"
 
     def check(self, model: nn.Module, example_inputs: Inputs | None) -> None:
         """Refuse options that do not go together, and models that cannot be converted."""
         check_callable("filter_fn", self.filter_fn, "filter_fn(module, name)")
-        if self.norm not in (None, "imn"):
-            raise ValueError(f"norm is None or 'imn'; got {self.norm!r}.")
+        if self.norm not in (None, *get_args(Norm)):
+            raise ValueError(f"norm is None, 'imn' or 'fold'; got {self.norm!r}.")
         if self.weights not in get_args(Weights):
             raise ValueError(f"weights are 'geometric' or 'plain'; got {self.weights!r}.")
         if self.init not in (None, *get_args(Init)):
             raise ValueError(f"init is None or one of {get_args(Init)}; got {self.init!r}.")
-        if self.weights == "plain" and self.norm != "imn":
+        if self.norm == "fold" and self.init is not None:
             raise ValueError(
-                "weights='plain' leaves weights as they are, and without norm='imn' there is "
-                "nothing else to do: for a plain model use GeometricOptimizer alone."
+                "norm='fold' keeps the function of BatchNorm, which new parameters would not: "
+                "leave out init, or pass norm='imn' to train from scratch."
             )
-        if self.norm == "imn" and example_inputs is None:
+        if self.weights == "plain" and self.norm is None:
             raise ValueError(
-                "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
+                "weights='plain' leaves weights as they are, and without norm='imn' or 'fold' "
+                "there is nothing else to do: for a plain model use GeometricOptimizer alone."
+            )
+        if self.norm is not None and example_inputs is None:
+            raise ValueError(
+                f"norm={self.norm!r} needs example_inputs, to see which BatchNorm follows a layer."
             )
         refuse_non_model(model, "convert_(model, ...)")
         refuse_unready(model)
@@ -165,7 +194,7 @@ def plan(
     filter_fn: Filter | None = None,
     *,
     init: Init | None = None,
-    norm: Literal["imn"] | None = None,
+    norm: Norm | None = None,
     weights: Weights = "geometric",
     example_inputs: Inputs | None = None,
 ) -> Plan:
@@ -196,7 +225,13 @@ def decide(
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
     parameters = sum(p.numel() for p in model.parameters())
-    return Plan(tuple(decisions), parameters, request.weights)
+    kept_norms = []
+    removed = {d.norm for d in decisions}
+    for name, module in model.named_modules():
+        is_constant = name in removed or getattr(module, "frozen", False)
+        if isinstance(module, BATCH_USERS) and not is_constant:
+            kept_norms.append(name)
+    return Plan(tuple(decisions), parameters, request.weights, request.norm, tuple(kept_norms))
 
 
 class _Planner:
@@ -219,10 +254,16 @@ class _Planner:
         self._refuse_computed_weight(candidate)
         self._refuse_held(candidate)
         weight, bias = candidate.read()
-        decision = self._choose_norm(candidate, Decision(name, kind, True))
+        decision = Decision(name, kind, True, weights=self.request.weights)
+        decision = self._choose_norm(candidate, decision)
         if self.request.init is None:
             reason = self._check_values(weight, bias, decision)
-        if self.request.weights == "plain":  # r and its limits do not apply
+        is_geometric = decision.weights == "geometric"
+        if reason and is_geometric and self.request.norm == "fold" and decision.norm:
+            # The norm goes into a plain weight where r cannot hold the result.
+            notes = (*decision.notes, f"plain weight: {reason}")
+            decision = replace(decision, notes=notes, weights="plain")
+        if decision.weights == "plain":  # r and its limits do not apply
             reason = self._explain_left_plain(candidate, decision)
         if reason:
             return Decision(name, kind, False, (reason,))
@@ -243,7 +284,7 @@ class _Planner:
         filter_fn = self.request.filter_fn
         if filter_fn is not None and not filter_fn(module, name):
             return "filter_fn"
-        if filter_fn is None and name in self.outputs:
+        if filter_fn is None and name in self.outputs and not self._find_norm(candidate)[0]:
             return "the output layer"
 
         others = ", ".join(self.ties.get(module, ()))
@@ -293,11 +334,12 @@ class _Planner:
         if self.request.norm is None or graph is None or not candidate.is_plain:
             return decision
 
-        absorbed, note = self._find_norm(name, graph)
+        absorbed, note = self._find_norm(candidate)
         is_first = name in graph.first
         form: InputNorm = False
         if self.request.init is None:
-            if absorbed and not is_first:
+            used_batch = absorbed and isinstance(self.model.get_submodule(absorbed), BATCH_USERS)
+            if self.request.norm == "imn" and used_batch and not is_first:
                 form = "bias"
         elif any(node.is_call for node in graph.nodes if node.name == name):
             form = not is_first
@@ -306,20 +348,24 @@ class _Planner:
         notes = (note,) if note else ()
         return replace(decision, notes=notes, norm=absorbed, input_norm=form)
 
-    def _find_norm(self, layer: str, graph: Graph) -> tuple[str | None, str]:
+    def _find_norm(self, candidate: Candidate) -> tuple[str | None, str]:
         """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
-        node, is_exclusive = graph.norm_after(layer)
+        if self.request.norm is None or self.graph is None or not candidate.is_plain:
+            return None, ""
+        if candidate.name not in self.graph.layers:
+            return None, ""
+        node, is_exclusive = self.graph.norm_after(candidate.name)
         if node is None or node.name is None:
             return None, ""
         norm = self.model.get_submodule(node.name)
-        if isinstance(norm, nn.SyncBatchNorm):  # would hide means of the joint batch
-            return None, f"{node.name} stays: convert before convert_sync_batchnorm"
-        if not isinstance(norm, BATCH_NORMS):
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_frozen_norm(norm):
             return None, ""
 
         has_children = next(norm.children(), None) is not None
         reason = ""
-        if node.op == "batch_norm" and not has_children:
+        if isinstance(norm, nn.SyncBatchNorm) and self.request.norm == "imn":
+            reason = "convert before convert_sync_batchnorm, and call synchronise_means_ after"
+        elif node.op == "batch_norm" and not has_children:
             reason = "its statistics are used without calling it"
         elif not _is_plain_batch_norm(norm):
             reason = "it computes something else than its base class"
@@ -366,24 +412,30 @@ class _Planner:
             return "its weight is not a Parameter but computed (weight_norm)"
         has_mean = bool(decision.norm or decision.input_norm)
         if not has_mean and self.request.init is None:
-            return decision.notes[0] if decision.notes else "no BatchNorm follows it"
+            return decision.notes[0] if decision.notes else "no BatchNorm follows it directly"
         return ""
 
     def _add_facts(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> Decision:
         """Add a layer's number of parameters, and what is worth knowing about them."""
+        parameters = weight.numel() + (0 if bias is None else bias.numel())
+        decision = replace(decision, parameters=parameters)
+        if decision.weights == "plain":
+            return decision
+
         notes = list(decision.notes)
+        norm = self.model.get_submodule(decision.norm) if decision.norm else None
         if not weight.is_meta:
             is_zero = ~weight.flatten(1).any(dim=1)
-            if decision.norm and self.request.init is None:
-                gain, _ = absorb_norm(bias, self.model.get_submodule(decision.norm))
+            if norm is not None and self.request.init is None:
+                gain, _ = absorb_norm(bias, norm)
                 is_zero |= gain == 0
             if zeros := int(is_zero.sum()):
                 notes.append(f"{zeros} zero rows have r = 0")
 
-        if bias is not None and weight.requires_grad and not bias.requires_grad:
+        has_bias = bias is not None or norm is not None
+        if has_bias and weight.requires_grad and not learns_offset(bias, norm):
             notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
-        parameters = weight.numel() + (0 if bias is None else bias.numel())
-        return replace(decision, notes=tuple(notes), parameters=parameters)
+        return replace(decision, notes=tuple(notes))
 
 
 def _explain_unknown(module: nn.Module) -> str:
@@ -433,16 +485,28 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     if "forward" in vars(norm):
         return False
     kind = type(norm)
+    if kind is nn.SyncBatchNorm or is_frozen_norm(norm):
+        return True
     if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
         return True
     base = nn.modules.batchnorm._BatchNorm
     return kind.forward is base.forward and kind.__call__ is base.__call__
 
 
-def absorb_norm(bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def is_frozen_norm(norm: nn.Module) -> bool:
+    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2: constants alone."""
+    is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")
+    return is_named_so and set(norm._buffers) >= {"weight", "bias", "running_mean", "running_var"}
+
+
+def learns_offset(bias: Tensor | None, norm: nn.Module | None) -> bool:
+    """Return whether what a layer adds learns: its bias does, or the norm that it absorbs."""
+    parameters = [] if norm is None else list(norm.parameters(recurse=False))
+    return any(p.requires_grad for p in (bias, *parameters) if p is not None)
+
+
+def absorb_norm(bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """Return gain and bias, in float64, with BN(w^T x + b) = gain * w^T x + bias in evaluation."""
-    assert isinstance(norm, BATCH_NORMS)
-    assert norm.running_mean is not None and norm.running_var is not None
     gain = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         gain = gain * norm.weight.detach().double()

@@ -11,7 +11,7 @@ from types import FrameType, FunctionType, GeneratorType, ModuleType, TracebackT
 
 from torch import Tensor, nn
 
-from geoparam.inspection import group_by_memory
+from geoparam.model.run import group_by_memory
 
 
 def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:

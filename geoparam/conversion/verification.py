@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import arguments_of, call, inspection_mode, refuse_non_model, tensors_in
+from geoparam.model.run import arguments_of, call, inspection_mode, refuse_non_model, tensors_in
+from geoparam.model.trace import Run, record_run
 from geoparam.step_hooks import note_replaced
-from geoparam.trace import Run, record_run
 
 MASKED = 1_000  # times the median: larger elements that are equal in both are masked
 NOISE = 1e-6  # of the largest output: smaller tensors may be rounding noise

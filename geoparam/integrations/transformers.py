@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from geoparam.analysis.tracker import BoundaryTracker
-from geoparam.inspection import full_tensor
+from geoparam.model.run import full_tensor
 from geoparam.optim import GeometricOptimizer
 from geoparam.step_hooks import retract
 

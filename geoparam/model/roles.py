@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from geoparam.graph import Graph
+from geoparam.model.graph import Graph
+from geoparam.model.trace import output_layers
 from geoparam.model.unit_layers import UnitWeight
-from geoparam.trace import output_layers
 
 CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -76,9 +76,11 @@ def _is_in_a_block(model: nn.Module, layer: str) -> bool:
     return False
 
 
-def find_norms(model: nn.Module, graph: Graph | None) -> dict[str, str]:
+def find_norms(
+    model: nn.Module, candidates: Sequence[UnitWeight], graph: Graph | None
+) -> dict[str, str]:
     """Return the norm after each layer: by a run, and by order for what did not run."""
-    norms = _find_norms_by_order(model)
+    norms = _find_norms_by_order(model, candidates)
     if graph is None:
         return norms
     norms = {layer: norm for layer, norm in norms.items() if layer not in graph.layers}
@@ -98,8 +100,9 @@ def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
     return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
 
 
-def _find_norms_by_order(model: nn.Module) -> dict[str, str]:
+def _find_norms_by_order(model: nn.Module, candidates: Sequence[UnitWeight]) -> dict[str, str]:
     """Guess without a run: the norm comes next among the modules, and has the layer's width."""
+    widths = {candidate.module: sum(candidate.parts) for candidate in candidates}
     norms: dict[str, str] = {}
     layer, width = "", 0
     for name, module in model.named_modules():
@@ -109,9 +112,8 @@ def _find_norms_by_order(model: nn.Module) -> dict[str, str]:
                 if _undoes_scale(module, model.training):
                     norms[layer] = name
             width = 0
-        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            layer = name
-            width = getattr(module, "out_features", 0) or getattr(module, "out_channels", 0)
+        elif module in widths:
+            layer, width = name, widths[module]
         elif next(module.children(), None) is None and not isinstance(module, nn.Identity):
             width = 0
     return norms

@@ -5,17 +5,23 @@ convolution, a column of a transposed convolution or of transformers' Conv1D. So
 several layers: packed projections (q, k and v in one matrix) and stacked experts (a 3-D tensor).
 `Layout` says which axis is which, `parts` how many rows each layer of a parameter has.
 
-To teach the library a new type of layer, add an entry to `describe`.
+To teach the library a new type of layer, add an entry to `describe`. Our own layers tell by
+`_plain` which torch.nn layer they stand for; a layer whose weight is computed has `read_units`.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from geoparam.inspection import computes_as, is_conv1d, strip_wrappers
+from geoparam.model.run import computes_as, strip_wrappers
 
 Split = Mapping[str, int | Sequence[int]]
 Stacks = Mapping[str, str]
@@ -57,7 +63,7 @@ class Layout:
 
     def to_rows(self, weight: Tensor) -> Tensor:
         """Return the units as rows (out, fan-in); a view where there is one."""
-        return self.view(weight).flatten(0, 1).flatten(1)
+        return self.to_units_first(weight).flatten(1)
 
     @property
     def has_whole_rows(self) -> bool:
@@ -66,16 +72,34 @@ class Layout:
 
 
 class Entry(NamedTuple):
-    """One weight of a type of layer: its key and its bias's in the module, layout, parts."""
+    """One weight of a type of layer: its key and its bias's in the module, layout, parts.
+
+    If `is_affine`, layers of this type compute rows^T x + bias, so that they can be converted and
+    their boundaries are known. The optimizer takes the others too.
+    """
 
     key: str
     bias_key: str
     layout: Layout
     parts: int = 1  # equal ones, as the three of a packed projection
+    is_affine: bool = False
 
     def name(self, module_name: str) -> str:
         """Return the layer's name: its module's, with the key where that is not "weight"."""
         return module_name if self.key == "weight" else f"{module_name}.{self.key}".strip(".")
+
+
+class UnitRows(NamedTuple):
+    """The units of a layer, whose pre-activations are gain (rows^T x + offset).
+
+    `rows`, `offset` and `gain` are w, b and 1 in a plain layer, u, lam and r in a GmP layer. A GmP
+    layer that is given its activation has r outside of it: `outer` scales the output. A term that
+    a layer does not have is left out.
+    """
+
+    rows: Tensor  # (out, n)
+    terms: dict[str, Tensor | float]  # offset, gain, outer; each (out,)
+    are_unit_vectors: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,14 +148,17 @@ def describe(module: nn.Module, name: str = "") -> Iterator[Entry]:
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         yield Entry("weight", "bias", Layout("io", module.groups))
     elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        yield Entry("weight", "bias", Layout())
+        yield Entry("weight", "bias", Layout(), is_affine=True)
     elif is_conv1d(module):
         conv1d: Any = module
         fan_in, out = conv1d.weight.shape
         is_packed = name.endswith("c_attn")  # GPT-2's q, k, v; k, v in its cross attention
-        yield Entry("weight", "bias", Layout("io"), out // fan_in if is_packed else 1)
+        parts = out // fan_in if is_packed else 1
+        yield Entry("weight", "bias", Layout("io"), parts, is_affine=True)
     elif isinstance(module, nn.MultiheadAttention):
-        yield Entry("in_proj_weight", "in_proj_bias", Layout(), 3)
+        if "in_proj" in module._modules:  # converted: the projection is a layer of its own
+            return
+        yield Entry("in_proj_weight", "in_proj_bias", Layout(), 3, is_affine=True)
         for projection in "qkv":  # with kdim or vdim; the three share a bias
             yield Entry(f"{projection}_proj_weight", "", Layout())
     elif hasattr(module, "is_transposed") and hasattr(module, "is_concatenated"):
@@ -140,6 +167,15 @@ def describe(module: nn.Module, name: str = "") -> Iterator[Entry]:
         for key in EXPERT_WEIGHTS:
             is_packed = key == "gate_up_proj" and bool(module.is_concatenated)
             yield Entry(key, f"{key}_bias", layout, 2 if is_packed else 1)
+
+
+def find_affine(module: nn.Module) -> Entry | None:
+    """Return the entry of a layer that computes rows^T x + bias and nothing else, or None."""
+    entry = next(describe(module), None)
+    if entry is None or not entry.is_affine:
+        return None
+    is_subclass = isinstance(module, PLAIN_LAYERS) and not hasattr(module, "_plain")
+    return None if is_subclass and not is_plain_layer(module) else entry
 
 
 def is_plain_layer(module: nn.Module) -> bool:
@@ -151,11 +187,74 @@ def is_plain_layer(module: nn.Module) -> bool:
     return bool(bases) and computes_as(module, bases[0])
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is transformers' Conv1D, a linear layer with weight (in, out)."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def find_unit_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the affine layers of a model, by name, in order of registration."""
+    layers = {}
+    for name, module in model.named_modules():
+        if count_units(module):
+            entry = find_affine(module)
+            layers[name if entry is None else entry.name(name)] = module
+    return layers
+
+
+def count_units(layer: Any) -> int:
+    """Return how many units an affine layer has; 0 for any other module."""
+    if hasattr(layer, "read_units"):
+        return layer.weight_shape[0]
+    entry = find_affine(layer)
+    weight = None if entry is None else _read_weight(layer, entry)[0]
+    return 0 if entry is None or weight is None else len(entry.layout.to_rows(weight))
+
+
+def read_rows(layer: Any) -> UnitRows:
+    """Return the units of an affine layer, as its next call computes with them."""
+    if hasattr(layer, "read_units"):
+        return layer.read_units()
+    entry = next(describe(layer))
+    weight, bias = _read_weight(layer, entry)
+    return UnitRows(entry.layout.to_rows(weight), {} if bias is None else {"offset": bias})
+
+
+def _read_weight(layer: nn.Module, entry: Entry) -> tuple[Any, Tensor | None]:
+    """Return weight and bias of a layer that holds both.
+
+    torch's older hooks (weight_norm, pruning) write `layer.weight` in a call only, so it is
+    computed here. Parametrizations are read in evaluation mode: in training, reading
+    spectral_norm's weight takes a step of its power iteration.
+    """
+    with ExitStack() as after:
+        parametrizations = layer._modules.get("parametrizations")
+        if parametrizations is not None:
+            for step in parametrizations.modules():
+                after.callback(setattr, step, "training", step.training)
+                step.training = False
+        values = {name: getattr(layer, name) for name in (entry.key, entry.bias_key)}
+
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            values[hook.name] = hook.compute_weight(layer)
+        elif isinstance(hook, SpectralNorm):
+            values[hook.name] = hook.compute_weight(layer, do_power_iteration=False)
+        elif isinstance(hook, BasePruningMethod):
+            values[hook._tensor_name] = hook.apply_mask(layer)
+    return values[entry.key], values[entry.bias_key]
+
+
+def count_positions(layer: nn.Module) -> int:
+    """Return in how many dimensions a unit has outputs at several places: 2 for Conv2d."""
+    kernel = getattr(layer, "kernel_size", ())
+    return len(kernel) if isinstance(kernel, tuple) else 0
+
+
 def find_channel(layer: nn.Module) -> int:
     """Return where a layer's inputs and outputs have their channels, from the end."""
-    kernel = getattr(layer, "kernel_size", ())
-    positions = len(kernel) if isinstance(kernel, tuple) else 0
-    return -1 - positions
+    return -1 - count_positions(layer)
 
 
 def _find_stacks(module: nn.Module, name: str, stacks: "_Named") -> Iterator[Entry]:
@@ -208,8 +307,10 @@ class _Named:
                 raise ValueError(f"{option} maps the end of a name to a value; got {values!r}.")
         self.option, self.values = option, values
         self.used: set[str] = set()
+        self.names: list[str] = []  # all that were asked for
 
     def find(self, *names: str) -> Any:
+        self.names.append(strip_wrappers(names[0]))
         for end, value in self.values.items():
             for name in map(strip_wrappers, names):
                 if name == end or name.endswith(f".{end}"):
@@ -219,4 +320,10 @@ class _Named:
 
     def refuse_unused(self) -> None:
         if unused := [end for end in self.values if end not in self.used]:
-            raise ValueError(f"{self.option}: no layer's name ends in {unused[0]!r}.")
+            last = unused[0].rpartition(".")[2]
+            near = difflib.get_close_matches(unused[0], self.names, n=3, cutoff=0)
+            near = [name for name in self.names if last in name][:3] or near
+            raise ValueError(
+                f"{self.option}: no layer's name ends in {unused[0]!r}, which must be one or more "
+                f"whole parts between dots. Names here are, for example, {', '.join(near)}."
+            )

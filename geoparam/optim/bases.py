@@ -1,4 +1,4 @@
-"""Which optimizers can step directions: a recipe for each, checked by a trial."""
+"""Which optimizers can step directions and the rest: a recipe for each, checked by a trial."""
 
 import functools
 import inspect
@@ -22,17 +22,29 @@ class Recipe:
 
     `RowMuon` replaces torch's Muon.
 
+    Args:
+        role: "base" or "rest".
+        device: where it is tried out.
+
     Attributes:
         make: makes the optimizer over parameter groups.
         named: what a partial names.
         defaults: the options of its groups.
     """
 
-    def __init__(self, role: str, make: Any, lr: float | Tensor, options: Mapping) -> None:
+    def __init__(
+        self,
+        role: str,
+        make: Any,
+        lr: float | Tensor,
+        options: Mapping,
+        device: torch.device,
+    ) -> None:
         if isinstance(make, Optimizer) or not callable(make):
             raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
-        call = make if isinstance(make, functools.partial) else functools.partial(make)
-        self.role, self.func, self.named = role, call.func, call.keywords
+        call = functools.partial(make)  # of a partial, the same partial
+        self.func = call.func
+        self.named = call.keywords
         self.name = getattr(call.func, "__name__", type(call.func).__name__)
         self.is_muon = call.func is torch.optim.Muon
         if role == "base" and "lr" in self.named:
@@ -43,116 +55,93 @@ class Recipe:
         func: Any = RowMuon if self.is_muon else call.func
         given = {"lr": lr, **self.named, **options}
         self.make: Any = functools.partial(func, *call.args, **given)
-        self.rate = given["lr"]
         try:
             optimizer = self.make([nn.Parameter(torch.zeros(1, 1))])
         except (TypeError, IndexError) as error:
             raise ValueError(
                 f"{self.name} cannot be made as {role}, with the options {given}: {error}."
             ) from error
-        self._check_form(optimizer)
-        self.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        self._check_defaults()
-
-    def _check_form(self, optimizer: Any) -> None:
         if not isinstance(optimizer, Optimizer):
-            made = type(optimizer)
-            raise ValueError(f"{self.role} must make a torch optimizer; it made {made}.")
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{self.name} calls its closure several times in a step, so it cannot be the "
-                f"{self.role}: here each step has one gradient."
-            )
-        if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-            raise ValueError(
-                f"{self.name} wraps another optimizer, whose state would be lost: give the "
-                f"wrapped one as {self.role}."
-            )
+            raise ValueError(f"{role} must make a torch optimizer; it made {type(optimizer)}.")
+        self.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
-    def _check_defaults(self) -> None:
-        made = self.defaults.get("lr", self.rate)
-        if not isinstance(self.rate, Tensor) and not math.isclose(made, self.rate, rel_tol=1e-6):
-            raise ValueError(
-                f"{self.name} makes {made} of lr={self.rate}; a {self.role} must keep it."
-            )
-        if self.defaults.get("differentiable"):
-            raise ValueError("differentiable=True is not supported: weights are written in place.")
+        fault = _find_fault(optimizer, given["lr"])
+        if not fault and not self.is_muon and device.type != "meta":
+            fault = self._find_fault_in_steps(role, device)
+        if fault:
+            raise ValueError(f"{self.name} cannot be the {role}: it {fault}. {_ADVICE}")
 
-    def check_steps(self, device: torch.device) -> None:
-        """Step a small matrix, and raise if the optimizer keeps more than a state of its own.
+    def _find_fault_in_steps(self, role: str, device: torch.device) -> str:
+        """Step a small matrix; return what stands in the way, or "".
 
-        The base steps increments that start at 0 in every step: it must not depend on values.
+        The base steps increments that start at 0 in every step, apart from other parameters.
         """
-        if self.is_muon or device.type == "meta":
-            return
         try:
-            move, optimizer = self._try(device, start=0.0)
+            move, optimizer = self._try(device, is_alone=True)
         except RuntimeError as error:
-            raise ValueError(f"{self.name} cannot step a dense matrix: {error}") from error
+            return f"cannot step a dense matrix ({error})"
         group = optimizer.param_groups[0]
         names = group.keys() - {"params", "lr", "weight_decay"}
-        if changed := sorted(k for k in names if group[k] != self.defaults.get(k)):
-            raise ValueError(
-                f"{self.name} counts in its parameter groups ({', '.join(changed)}), which belong "
-                f"to GeometricOptimizer. {_ADVICE}"
-            )
+        if changed := sorted(name for name in names if group[name] != self.defaults.get(name)):
+            return f"counts in its parameter groups ({', '.join(changed)})"
         if any(not isinstance(key, Tensor) for key in optimizer.state):
-            raise ValueError(f"{self.name} keeps a state beside the parameters'. {_ADVICE}")
+            return "keeps a state beside the parameters'"
 
-        if self.role == "rest":
-            return
-        others = [self._try(device, start=1.0), self._try(device, start=0.0, resets=True)]
-        if not all(_are_close(move, other) for other, _ in others):
-            raise ValueError(
-                f"the step of {self.name} depends on the values that it steps, and directions are "
-                f"stepped from 0 (set a decay of its own, as ASGD's lambd, to 0). {_ADVICE}"
-            )
-        if not _are_close(move, self._try(device, start=0.0, has_neighbour=True)[0]):
-            raise ValueError(
-                f"{self.name} steps a parameter by the gradients of others, and directions are "
-                f"stepped apart from the rest. {_ADVICE}"
-            )
+        if role == "base":
+            other, _ = self._try(device, is_alone=False)
+            if not torch.allclose(move, other, rtol=1e-6, atol=1e-9):
+                return (
+                    "steps a parameter not by its gradients alone but also by its values or by "
+                    "other parameters (a decay of its own, as ASGD's lambd, must be 0)"
+                )
+        return ""
 
-    def _try(
-        self,
-        device: torch.device,
-        start: float,
-        resets: bool = False,
-        has_neighbour: bool = False,
-    ) -> tuple[Tensor, Optimizer]:
-        """Return how far three steps have moved a matrix, and the optimizer."""
+    def _try(self, device: torch.device, is_alone: bool) -> tuple[Tensor, Optimizer]:
+        """Return how far three steps have moved a matrix, and the optimizer.
+
+        The matrix starts at 0. If it is not alone, it is set to 1 before each step, and another
+        parameter has gradients too.
+        """
         random = torch.Generator().manual_seed(0)
         dtype = wide_type(device)
-        p = nn.Parameter(torch.full((4, 3), start, dtype=dtype, device=device))
+        p = nn.Parameter(torch.zeros(4, 3, dtype=dtype, device=device))
         neighbour = nn.Parameter(torch.zeros_like(p))
-        neighbour.grad = torch.full_like(p, 10.0) if has_neighbour else None
         optimizer = self.make([p, neighbour])
         group = optimizer.param_groups[0]
-        group["lr"] = torch.full_like(group["lr"], 0.01) if _is_tensor(group["lr"]) else 0.01
+        rate = group["lr"]
+        group["lr"] = torch.full_like(rate, 0.01) if isinstance(rate, Tensor) else 0.01
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
 
         total = torch.zeros_like(p)
         for _ in range(3):
             p.grad = torch.randn(4, 3, generator=random, dtype=dtype).to(device)
+            if not is_alone:
+                p.data.fill_(1.0)
+                neighbour.grad = torch.full_like(p, 10.0)
             before = p.detach().clone()
             optimizer.step()
             total += p.detach() - before
-            if resets:
-                p.data.fill_(start)
         return total, optimizer
 
 
 _ADVICE = "Use one of torch's own: SGD, Adam, AdamW, RMSprop, Adagrad, Muon."
 
 
-def _are_close(move: Tensor, other: Tensor) -> bool:
-    return torch.allclose(move, other, rtol=1e-6, atol=1e-9)
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
+def _find_fault(optimizer: Optimizer, rate: Any) -> str:
+    """Return what an optimizer does that cannot be done here, or ""."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "calls its closure several times in a step, and here each step has one gradient"
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        return "wraps another optimizer, whose state would be lost (give the wrapped one)"
+    group = optimizer.param_groups[0]
+    if group.get("differentiable"):
+        return "has differentiable=True, and weights are written in place"
+    lr = group.get("lr", rate)
+    if not isinstance(rate, Tensor) and not math.isclose(lr, rate, rel_tol=1e-6):
+        return f"makes {lr} of lr={rate}"
+    return ""
 
 
 def choose_rest(
@@ -167,12 +156,18 @@ def choose_rest(
     elif rest is None:
         rest = functools.partial(base.func, **{**base.named, **options})
     named = getattr(rest, "keywords", {})
-    is_adamw = getattr(rest, "func", rest) is torch.optim.AdamW
-    if base.is_muon and is_adamw and not {"fused", "foreach", "capturable"} & {*named}:
-        rest = functools.partial(rest, fused=_can_be_fused(model))
-    is_same = getattr(rest, "func", rest) is base.func
-    shared = {k: v for k, v in options.items() if is_same and k not in named}
-    return Recipe("rest", rest, lr, shared)
+    func = getattr(rest, "func", rest)
+    shared = {}
+    if func is base.func:
+        shared = {name: value for name, value in options.items() if name not in named}
+    if base.is_muon and func is torch.optim.AdamW:
+        if not {"fused", "foreach", "capturable"} & named.keys():
+            shared["fused"] = _can_be_fused(model)
+    return Recipe("rest", rest, lr, shared, find_device(model))
+
+
+def find_device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _can_be_fused(model: nn.Module) -> bool:

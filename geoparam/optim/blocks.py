@@ -1,4 +1,4 @@
-"""One optimizer step on directions, r and lam: their gradients before it, new weights after it.
+"""A step of weights with units: gradients of direction, r and lam before, new weights after it.
 
 A unit's weight is w = r u and its bias b = r lam. The optimizers step not w, but
 
@@ -9,97 +9,112 @@ A unit's weight is w = r u and its bias b = r lam. The optimizers step not w, bu
 and the new weight is r (v + d) / |v + d|, the new bias r L / R'. R is the mean |r| of the layer at
 the start, R' its present mean |r|; with `match=False` both are 1. A step of size s on v moves w by
 (r / R) s: by about s, as in plain training, for SGD and Adam alike. R is the layer's mean and not
-each row's own |r|: with its own, a row of tiny r would turn as far as a plain one.
+each row's |r|: otherwise a row of tiny r would turn as far as a plain one.
 
-Nothing here writes to a parameter. Steps are computed in scratch memory, starting from whatever
-the weights are now; `Block.results` pairs each parameter with its new value. Parameters in half
+Nothing else here writes to a parameter. Steps are computed in scratch memory, from whatever
+the weights are now, and written by `Block.write` at the end. Parameters in half
 precision have a float32 copy in the state, their master, which stands for them in all of this.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from geoparam.coordinates import STEEPEST
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import FULL_PRECISION, Slot, State
+from geoparam.optim.inner import FULL_PRECISION, State, Variable
 from geoparam.optim.sharding import find_offset, find_process_group, shard_like
 from geoparam.optim.units import Unit
 
 SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
 
-class Member:
+class Weight:
     """A weight with units that has a gradient, and its bias where that has one.
 
-    Its `target`, the weight or its master, is read and written. It is direct where its memory has
-    one row after the other, as a matrix or a convolution in any memory format does: then a view of
-    it is the matrix of its rows, in the order of its memory. Else its rows are copied.
+    A step reads and writes its `target`, the parameter or its master. It is direct where one row
+    follows the other in memory, as in a matrix or a convolution of any memory format: a view of it
+    is then the matrix of its rows, with columns in the order of memory. Other rows are copied.
     """
 
     def __init__(
-        self, unit: Unit, weight: Any, bias: Any, groups: tuple[int, int], states: Any
+        self, unit: Unit, param: Any, bias: Any, groups: tuple[int, int], states: Any
     ) -> None:
-        self.unit, self.weight, self.bias = unit, weight, bias
+        self.unit = unit
+        self.param = param
+        self.bias = bias
         self.group, self.bias_group = groups
-        self.state: State = states[weight]
+        self.state: State = states[param]
         self.bias_state: State = {} if bias is None else states[bias]
-        self.is_sharded = hasattr(weight, "placements")
 
-        self.target = find_master(weight, self.state)
+        self.is_sharded = hasattr(param, "placements")
+        self.target = find_master(param, self.state)
         self.rows = self.target.numel() // unit.fan_in
         is_dense = torch.empty_like(self.target).stride() == self.target.stride()
         is_by_row = self.rows == 0 or self.target.stride(0) == self.target[0].numel()
         self.is_direct = unit.layout.axes in ("oi", "eoi") and is_dense and is_by_row
 
+    def view(self, x: Tensor) -> Tensor:
+        """Return a view of memory laid out as the target's, in which rows follow each other."""
+        if self.is_direct:
+            return x.as_strided((self.rows, self.unit.fan_in), (self.unit.fan_in, 1))
+        return self.unit.layout.view(x)
+
     def to_matrix(self, x: Tensor) -> Tensor:
         """Return a tensor of the target's shape as rows, in the order they are stepped in."""
-        if not self.is_direct:
-            return self.unit.layout.to_rows(x).contiguous()
-        if x.stride() != self.target.stride():
+        if self.is_direct and x.stride() != self.target.stride():
             x = torch.empty_like(self.target).copy_(x)
-        return x.as_strided((self.rows, self.unit.fan_in), (self.unit.fan_in, 1))
+        return self.view(x).reshape(self.rows, self.unit.fan_in).contiguous()
 
-    def view(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's memory in the shape in which new values are computed."""
-        return parameter if self.is_direct else self.unit.layout.view(parameter)
+    def lay_out(self, memory: Tensor) -> Tensor:
+        """Return flat memory in the shape in which a direction is stepped."""
+        if self.is_direct:
+            return memory.as_strided(self.target.shape, self.target.stride())
+        return memory.view(self.rows, self.unit.fan_in)
 
-    def shard(self, x: Tensor, length: int = 0) -> Tensor:
-        """Return a tensor as a DTensor where the weight is one; by default it has all rows."""
-        return shard_like(self.weight, x, length or self.unit.rows) if self.is_sharded else x
+    def shard(self, x: Tensor) -> Tensor:
+        """Return a tensor of rows, or of the weight's shape, as a DTensor if the weight is one."""
+        if not self.is_sharded:
+            return x
+        length = len(self.param) if x.shape == self.target.shape else self.unit.rows
+        return shard_like(self.param, x, length)
 
-    def find_part_rows(self) -> Sequence[int]:
+    def count_rows(self) -> list[int]:
         """Return how many rows of each part this process has."""
         if not self.is_sharded:
-            return self.unit.parts
-        first = find_offset(self.weight) * (self.unit.rows // self.weight.shape[0])
-        counts, start = [], 0
-        for size in self.unit.parts:
-            begin, end = max(start, first), min(start + size, first + self.rows)
-            counts.append(max(0, end - begin))
-            start += size
-        return counts
+            return list(self.unit.parts)
+        parts = torch.tensor(self.unit.parts, device="cpu")
+        part_of_row = torch.arange(len(parts), device="cpu").repeat_interleave(parts)
+        first = find_offset(self.param) * self.unit.rows // max(1, len(self.param))
+        here = part_of_row[first : first + self.rows]
+        return here.bincount(minlength=len(parts)).tolist()
 
 
 class Layers:
     """The layers to which rows belong: sums and means over their rows, in all processes."""
 
-    def __init__(self, members: Sequence[Member], like: Tensor) -> None:
-        counts = [count for m in members for count in m.find_part_rows()]
-        sizes = [size for m in members for size in m.unit.parts]
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        like = weights[0].target
+        counts: list[int] = []
+        sizes: list[int] = []
+        for weight in weights:
+            counts += weight.count_rows()
+            sizes += weight.unit.parts
         self.counts = torch.tensor(counts, device=like.device)
         self.sizes = torch.tensor(sizes, device=like.device, dtype=like.dtype)
         self.total = sum(counts)
+        self.parts = [len(weight.unit.parts) for weight in weights]
         self.processes = None
-        if members[0].is_sharded:
-            self.processes = find_process_group(members[0].weight)
+        if weights[0].is_sharded:
+            self.processes = find_process_group(weights[0].param)
 
     def sums(self, *per_row: Tensor) -> Tensor:
-        """Return (layers, columns); NaN and infinity count as 0: only their own row suffers."""
+        """Return (layers, columns); NaN and infinity count as 0: they harm no other row."""
         columns = torch.stack([x.to(self.sizes.dtype) for x in per_row], dim=1)
         columns = columns.nan_to_num(0.0, 0.0, 0.0)
         sums = torch.segment_reduce(columns, "sum", lengths=self.counts, initial=0, unsafe=True)
@@ -111,6 +126,10 @@ class Layers:
         """Return the mean of each layer."""
         return self.sums(per_row)[:, 0] / self.sizes
 
+    def divide(self, per_layer: Tensor) -> list[Tensor]:
+        """Return copies of the entries of each weight's layers."""
+        return [part.clone() for part in per_layer.split(self.parts)]
+
     def per_row(self, per_layer: Tensor) -> Tensor:
         """Return one number for each layer as one for each row."""
         return per_layer.repeat_interleave(self.counts, output_size=self.total)
@@ -120,28 +139,29 @@ class Block:
     """Weights of one parameter group, device and type, which are stepped together.
 
     Args:
-        members: those with a bias come first.
+        weights: those with a bias come first.
         match: whether directions are stored at the layers' lengths R, not at 1.
         turns: whether layers turn by the angle that `compute` receives.
         max_turn: the largest angle by which one unit turns in a step, in degrees.
 
     Attributes:
-        slots: what the inner optimizers step.
-        results: every tensor that a step changes, with the memory in which its new value is
-            computed.
+        variables: what the inner optimizers step.
+        results: every tensor that a step changes, and the memory in which its new value is
+            computed, by type: one call copies many tensors of one type.
     """
 
     def __init__(
-        self, members: list[Member], *, match: bool, turns: bool, max_turn: float | None
+        self, weights: list[Weight], *, match: bool, turns: bool, max_turn: float | None
     ) -> None:
-        self.members, self.match = members, match
-        self.turns, self.max_turn = turns, max_turn
-        self.is_bounded = turns or max_turn is not None
-        self.layers = Layers(members, members[0].target)
-        self.counts = [m.rows for m in members]
+        self.weights = weights
+        self.match = match
+        self.turns = turns
+        self.max_turn = max_turn
+        self.layers = Layers(weights)
+        self.counts = [weight.rows for weight in weights]
         self.masters: list[tuple[Tensor, Tensor]] = []
-        self.slots: list[Slot] = []
-        self.results: list[tuple[Tensor, Tensor]] = []
+        self.variables: list[Variable] = []
+        self.results = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
 
         self._start_states()
         self._add_scales()
@@ -149,125 +169,156 @@ class Block:
         self._add_directions()
 
     @staticmethod
-    def key(m: Member) -> tuple[Any, ...]:
-        """Return what weights have in common that are stepped together."""
-        placements = getattr(m.weight, "placements", None)
-        return m.group, m.target.device, m.target.dtype, placements
+    def key(weight: Weight) -> tuple[Any, ...]:
+        """Return what weights that are stepped together have in common."""
+        placements = getattr(weight.param, "placements", None)
+        has_direction = weight.unit.fan_in > 1
+        return weight.group, weight.target.device, weight.target.dtype, placements, has_direction
+
+    # ---- built once
+
+    def _divide(self, *per_row: Tensor) -> Iterator[Any]:
+        """Yield each weight with its part of tensors that have all rows."""
+        parts = [x.split(self.counts) for x in per_row]
+        return zip(self.weights, *parts, strict=True)
 
     def _start_states(self) -> None:
         """Write the first r, and R, into new states; R is 0 for a layer of zeros."""
-        if all("r" in m.state for m in self.members):
+        if all("r" in weight.state for weight in self.weights):
             return
-        rows = [m.unit.layout.to_rows(m.target).double() for m in self.members]  # squares fit
-        r = torch.cat([torch.linalg.vector_norm(x, dim=1) for x in rows])
+        rows = [weight.to_matrix(weight.target) for weight in self.weights]
+        norms = [torch.linalg.vector_norm(x.double(), dim=1) for x in rows]  # their squares fit
+        r = torch.cat(norms)
         sums, nonzeros = self.layers.sums(r, r != 0).unbind(dim=1)
-        lengths = sums / nonzeros.clamp(min=1) if self.match else (nonzeros > 0).to(sums)
+        lengths = (nonzeros > 0).to(sums)
+        if self.match:
+            lengths = sums / nonzeros.clamp(min=1)
 
-        first = r.to(lengths.dtype).split(self.counts)
-        by_member = lengths.split([len(m.unit.parts) for m in self.members])
-        for m, scales, length in zip(self.members, first, by_member, strict=True):
-            if "r" not in m.state:
-                m.state["r"] = m.shard(scales)
-                m.state["length"] = length.clone()
-                m.state["fan_in"] = m.unit.fan_in
-                m.state["is_fixed"] = int(m.unit.is_fixed)
+        divided = self._divide(r.to(lengths.dtype))
+        for (weight, first_r), length in zip(divided, self.layers.divide(lengths), strict=True):
+            if "r" not in weight.state:
+                weight.state["r"] = weight.shard(first_r)
+                weight.state["length"] = length
+                weight.state["fan_in"] = weight.unit.fan_in
+                weight.state["is_fixed"] = int(weight.unit.is_fixed)
 
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
         self.stored_r = self._join_state("r")
-        lengths = torch.cat([m.state["length"] for m in self.members])
-        self.lengths = self.layers.per_row(lengths.where(lengths != 0, 1))
+        self.r, self.grad_r = self.stored_r.new_zeros(2, len(self.stored_r))
+        self._add_result(self.stored_r, self.r)
+
+        lengths = torch.cat([weight.state["length"] for weight in self.weights])
+        self.lengths = self.layers.per_row(replace_zeros(lengths))
         self.began_as_zeros = self.layers.per_row(lengths == 0)
         self.has_zero_layers = self.match and not lengths.all()
-        fan_ins = [m.unit.fan_in for m in self.members for _ in m.unit.parts]
-        has_direction = torch.tensor(fan_ins, device=self.stored_r.device) > 1
-        self.has_direction = self.layers.per_row(has_direction)
 
-        self.r, self.grad_r = self.stored_r.new_zeros(2, len(self.stored_r))
-        parts = [x.split(self.counts) for x in (self.r, self.grad_r)]
-        for m, value, grad in zip(self.members, *parts, strict=True):
-            if not m.unit.is_fixed:
-                slot = Slot("r", m.state, m.group + 1, m.shard(value), m.shard(grad))
-                if not m.state["length"].any():
+        for weight, r, grad in self._divide(self.r, self.grad_r):
+            if not weight.unit.is_fixed:
+                scale = self._add_variable("r", weight, r, grad)
+                if not weight.state["length"].any():
                     # A layer of zeros has far to grow: under Adam a plain row's length steps by
                     # sqrt(n) lr, and r by lr.
-                    slot.pace = math.sqrt(m.unit.fan_in)
-                self.slots.append(slot)
-        self.results.append((self.stored_r, self.r))
+                    scale.pace = math.sqrt(weight.unit.fan_in)
 
     def _join_state(self, key: str) -> Tensor:
-        """Return an entry of all members as one tensor, of which their states get views."""
-        joined = torch.cat([local(m.state[key]) for m in self.members])
-        for m, part in zip(self.members, joined.split(self.counts), strict=True):
-            m.state[key] = m.shard(part)
+        """Return an entry of all weights as one tensor, of which their states get views."""
+        joined = torch.cat([local(weight.state[key]) for weight in self.weights])
+        for weight, part in self._divide(joined):
+            weight.state[key] = weight.shard(part)
         return joined
 
     def _add_biases(self) -> None:
         """Join the biases; what is stepped for them becomes their new value."""
-        with_bias = [m for m in self.members if m.bias is not None]
-        self.biases = [find_master(m.bias, m.bias_state) for m in with_bias]
-        counts = [m.rows for m in with_bias]
+        with_bias = [weight for weight in self.weights if weight.bias is not None]
+        counts = [weight.rows for weight in with_bias]
         self.bias_rows = slice(sum(counts))
-
         self.lam, self.grad_lam = self.stored_r.new_zeros(2, sum(counts))
-        parts = [x.split(counts) for x in (self.lam, self.grad_lam)]
-        for m, target, value, grad in zip(with_bias, self.biases, *parts, strict=True):
-            slot = Slot("lam", m.bias_state, m.bias_group, m.shard(value), m.shard(grad))
-            self.slots.append(slot)
-            self._add_result(target, local(m.bias), value.view(target.shape))
+
+        self.biases: list[Tensor] = []
+        parts = self.lam.split(counts), self.grad_lam.split(counts)
+        for weight, lam, grad in zip(with_bias, *parts, strict=True):
+            target = find_master(weight.bias, weight.bias_state)
+            self.biases.append(target)
+            self._add_variable("lam", weight, lam, grad)
+            self._add_written(local(weight.bias), target, lam.view(target.shape))
 
     def _add_directions(self) -> None:
         """Lay out increments and their gradients; an increment becomes the new weight."""
-        sizes = [m.target.numel() for m in self.members]
-        self.rows = rows_for([(m.rows, m.unit.fan_in) for m in self.members], self.stored_r)
+        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
+        sizes = [rows * fan_in for rows, fan_in in shapes]
+        self.rows = rows_for(shapes, self.stored_r)
         self.scratch = self.stored_r.new_zeros(2, sum(sizes))
 
         self.d: list[Tensor] = []
         self.grad_d: list[Tensor] = []
         parts = [memory.split(sizes) for memory in self.scratch]
-        for m, *memories in zip(self.members, *parts, strict=True):
-            d, grad = (memory.view(m.rows, m.unit.fan_in) for memory in memories)
-            self.d.append(d)
-            self.grad_d.append(grad)
-            length = m.unit.rows
-            if m.is_direct:
-                d, grad = (x.as_strided(m.target.shape, m.target.stride()) for x in memories)
-                length = m.weight.shape[0]
+        for weight, shape, d, grad in zip(self.weights, shapes, *parts, strict=True):
+            self.d.append(d.view(shape))
+            self.grad_d.append(grad.view(shape))
+            target = weight.view(weight.target)
+            self._add_written(weight.view(local(weight.param)), target, d.view(target.shape))
+            if weight.unit.fan_in > 1:
+                pair = weight.lay_out(d), weight.lay_out(grad)
+                direction = self._add_variable("direction", weight, *pair)
+                direction.parts = weight.unit.parts
 
-            target = m.view(m.target)
-            self._add_result(target, m.view(local(m.weight)), d.view(target.shape))
-            if m.unit.fan_in > 1:
-                d, grad = m.shard(d, length), m.shard(grad, length)
-                self.slots.append(Slot("direction", m.state, m.group, d, grad, m.unit.parts))
+    def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> Variable:
+        """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
+        state, group = weight.state, weight.group
+        if name == "r":
+            group += 1  # the rest's
+        elif name == "lam":
+            state, group = weight.bias_state, weight.bias_group
 
-    def _add_result(self, target: Tensor, parameter: Tensor, value: Tensor) -> None:
+        parameter = nn.Parameter(weight.shard(value), requires_grad=False)
+        parameter.grad = weight.shard(grad)
+        self.variables.append(Variable(name, parameter, state, group))
+        return self.variables[-1]
+
+    def _add_written(self, parameter: Tensor, target: Tensor, value: Tensor) -> None:
         """Note where a new value is written: to the parameter, and to its master if it has one."""
-        self.results.append((target, value))
-        if target.dtype != parameter.dtype:
-            self.results.append((parameter, value))
+        self._add_result(target, value)
+        if parameter.dtype != target.dtype:
+            self._add_result(parameter, value)
             self.masters.append((parameter, target))
+
+    def _add_result(self, target: Tensor, value: Tensor) -> None:
+        is_alike = target.stride() == value.stride()
+        targets, values = self.results[target.dtype, is_alike]
+        targets.append(target)
+        values.append(value)
+
+    # ---- before the optimizers step
 
     def read(self) -> None:
         """Compute the gradients of directions, r and lam from those of weights and biases."""
-        for half, master in self.masters:  # others may have written to the parameter
+        for half, master in self.masters:  # the parameter may have been written since
             is_same = master.to(half.dtype) == half
             master.copy_(torch.where(is_same, master, half))
-        if self.has_zero_layers:  # without a first length, R is the present one
-            means = self.layers.per_row(self.layers.means(self.stored_r.abs()))
-            means = means.where(means != 0, 1)
+        if self.has_zero_layers:  # they have no first length: R is the present one
+            means = self._spread_mean(self.stored_r)
             self.lengths = torch.where(self.began_as_zeros, means, self.lengths)
 
         self._read_directions()
         self.r.copy_(self.r_before)
-        self.divisor = self.r_before.where(self.r_before != 0, 1)
         self.is_new = (self.r_before == 0) & (self.stored_r == 0)
+        self.is_pruned = (self.r_before == 0) & (self.stored_r != 0)
         if self.biases:
             self._read_biases()
 
+    def _spread_mean(self, r: Tensor) -> Tensor:
+        """Return the mean |r| of each row's layer, and 1 where it is 0."""
+        means = self.layers.per_row(self.layers.means(r.abs()))
+        return replace_zeros(means)
+
     def _read_directions(self) -> None:
+        """Find r, and the gradients of the increments and of r."""
         self._claim_scratch()
-        self.w = [m.to_matrix(m.target) for m in self.members]
-        g = [m.to_matrix(find_gradient(m.weight, m.target)) for m in self.members]
+        self.w = [weight.to_matrix(weight.target) for weight in self.weights]
+        gradients = [find_gradient(weight.param, weight.target) for weight in self.weights]
+        pairs = zip(self.weights, gradients, strict=True)
+        g = [weight.to_matrix(gradient) for weight, gradient in pairs]
         projected = self.rows.project(self.w, g, self.grad_d, self.lengths, self.stored_r)
         self.r_before, grad_r, self.size_g = projected
         self.grad_r.copy_(grad_r)
@@ -278,97 +329,25 @@ class Block:
         lam would move a bias 1 + lam^2 times as fast as plain training. With `match=False` it is
         stepped as lam up to |b| = 100 |r|, as in converted layers.
         """
-        r, divisor = self.r_before[self.bias_rows], self.divisor[self.bias_rows]
-        pairs = zip(self.members, self.biases, strict=False)
-        grad_bias = torch.cat([find_gradient(m.bias, target).flatten() for m, target in pairs])
+        r = self.r_before[self.bias_rows]
+        gradients = []
+        for weight, target in zip(self.weights, self.biases, strict=False):
+            gradients.append(find_gradient(weight.bias, target).flatten())
+        grad_bias = torch.cat(gradients)
         self.bias = torch.cat([target.flatten() for target in self.biases])
-        most = 1 if self.match else STEEPEST
-        self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= most * r.abs())
+
+        steepest = 1 if self.match else STEEPEST
+        self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= steepest * r.abs())
         self.mean = torch.ones_like(r)
         if self.match:
-            means = self.layers.per_row(self.layers.means(self.r_before.abs()))
-            self.mean = means.where(means != 0, 1)[self.bias_rows]
+            self.mean = self._spread_mean(self.r_before)[self.bias_rows]
 
+        divisor = replace_zeros(r)
         self.stretch = torch.where(self.is_near, self.mean / divisor, 1)
         torch.mul(self.stretch, self.bias, out=self.lam)
         torch.div(grad_bias, self.stretch, out=self.grad_lam)
         distance = torch.where(self.is_near, self.bias / divisor, 0)
         self.grad_r[self.bias_rows] += distance * grad_bias
-
-    def compute(self, angle: float | Tensor) -> None:
-        """Compute new weights and biases from what the optimizers have stepped.
-
-        Args:
-            angle: by which layers turn, root mean square, in radians; unused without `turns`.
-        """
-        if self.is_bounded:
-            self._keep_signs()
-        self._compute_directions(angle)
-        if self.biases:
-            self._compute_biases()
-        # A pruned row has no r now; its sign is kept for when it comes back.
-        is_pruned = (self.r_before == 0) & ~self.is_new
-        self.r.copy_(torch.where(is_pruned, self.stored_r, self.r))
-
-    def _compute_directions(self, angle: float | Tensor) -> None:
-        along, across = self.rows.measure(self.w, self.d, self.r_before, self.grad_d)
-        safe_across = across.where(across != 0, 1)
-        if self.is_bounded:
-            turn = self._find_turn(along, across, angle)
-            b = self.r * turn.sin() / safe_across
-            a = (self.r * turn.cos() - b * along) / self.divisor
-        else:  # r (v + d) / |v + d|
-            size = torch.hypot(self.lengths + along, across)
-            size = size.where(size != 0, 1)
-            a = self.lengths / size * (self.r / self.divisor)
-            b = self.r / size
-
-        # A row whose square is too large for its type stays as it is.
-        is_lost = self.r_before.isinf()
-        a, b = torch.where(is_lost, 1, a), torch.where(is_lost, 0, b)
-        # A row that never had a direction takes that of its increment. A pruned row stays zero.
-        is_born = self.is_new & (across > 0)
-        self.r.copy_(torch.where(self.is_new, is_born * self.r.abs(), self.r))
-        b = torch.where(self.is_new, self.r / safe_across, b * (self.r_before != 0))
-        self.rows.combine(self.w, self.d, a, b)
-
-    def _find_turn(self, along: Tensor, across: Tensor, angle: float | Tensor) -> Tensor:
-        """Return by which angle each unit turns.
-
-        That of its increment, or, where layers turn by an angle, in proportion to |d - <d, u> u|.
-        A layer whose gradient is exactly 0 does not turn then, whatever its momentum.
-        """
-        if not self.turns:
-            turn = torch.atan2(across, self.lengths + along)
-            return turn.clamp(max=math.radians(self.max_turn or 180))
-
-        squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
-        rms = (squares / self.layers.sizes).sqrt()
-        is_still = (rms == 0) | (moving == 0)
-        speed = torch.where(is_still, 0, angle / rms.where(rms != 0, 1))
-        turn = across * self.layers.per_row(speed)
-        if self.max_turn is not None:
-            return turn.clamp(max=math.radians(self.max_turn))
-        most = torch.as_tensor(4 * angle, dtype=turn.dtype, device=turn.device)
-        return torch.minimum(turn, most.clamp(max=math.pi / 2))
-
-    def _keep_signs(self) -> None:
-        """Where r would pass 0, and its unit turn round, leave a tenth of r.
-
-        At least SMALLEST_R R is left. A unit with one input has no angle: its r may pass 0.
-        """
-        size = self.r_before.abs()
-        least = torch.minimum(size, SMALLEST_R * self.lengths)
-        kept = torch.maximum(0.1 * size, least).copysign(self.r_before)
-        has_passed = (self.r * self.r_before < 0) & self.has_direction
-        self.r.copy_(torch.where(has_passed, kept, self.r))
-
-    def _compute_biases(self) -> None:
-        """Write the new biases to `lam`; one that was not stepped keeps all its digits."""
-        r, before = self.r[self.bias_rows], self.r_before[self.bias_rows]
-        stepped = torch.where(self.is_near, r * self.lam / self.mean, self.lam)
-        is_still = (self.lam == self.stretch * self.bias) & (r == before)
-        self.lam.copy_(torch.where(is_still, self.bias, stepped))
 
     def _claim_scratch(self) -> None:
         """Allocate the scratch memory again, and set increments to 0."""
@@ -377,11 +356,99 @@ class Block:
             storage.resize_(self.scratch.nbytes)
         self.scratch[0].zero_()
 
+    # ---- after the optimizers have stepped
+
+    def compute(self, angle: float | Tensor) -> None:
+        """Compute new weights and biases from what the optimizers have stepped.
+
+        Args:
+            angle: by which layers turn, root mean square, in radians; unused without `turns`.
+        """
+        if self.turns or self.max_turn is not None:
+            self._keep_signs()
+        self._compute_directions(angle)
+        if self.biases:
+            self._compute_biases()
+        # A pruned row has no r now; its sign is kept for when it comes back.
+        self.r.copy_(torch.where(self.is_pruned, self.stored_r, self.r))
+
+    def _keep_signs(self) -> None:
+        """Where r would pass 0, and its unit turn round, leave a tenth of r, or SMALLEST_R R.
+
+        A unit with one input has no angle: its r may pass 0.
+        """
+        if self.weights[0].unit.fan_in == 1:
+            return
+        size = self.r_before.abs()
+        least = torch.minimum(size, SMALLEST_R * self.lengths)
+        kept = torch.maximum(0.1 * size, least).copysign(self.r_before)
+        has_passed = self.r * self.r_before < 0
+        self.r.copy_(torch.where(has_passed, kept, self.r))
+
+    def _compute_directions(self, angle: float | Tensor) -> None:
+        """Turn each unit towards its increment: w = r (cos(t) u + sin(t) e).
+
+        e is the increment's direction across u, (d - along u) / across; so w = a w + b d.
+        """
+        along, across = self.rows.measure(self.w, self.d, self.r_before, self.grad_d)
+        turn = self._find_turn(along, across, angle)
+        # A row that never had a direction takes that of its increment, and a positive r.
+        turn = torch.where(self.is_new, math.pi / 2, turn)
+        born_r = self.r.abs() * (across > 0)
+        self.r.copy_(torch.where(self.is_new, born_r, self.r))
+
+        b = self.r * turn.sin() / replace_zeros(across)
+        a = (self.r * turn.cos() - b * along) / replace_zeros(self.r_before)
+        # A pruned row stays zero, and a row whose square is too large for its type stays as it is.
+        is_kept = self.is_pruned | self.r_before.isinf()
+        a = torch.where(is_kept, 1, a)
+        b = torch.where(is_kept, 0, b)
+        self.rows.combine(self.w, self.d, a, b)
+
+    def _find_turn(self, along: Tensor, across: Tensor, angle: float | Tensor) -> Tensor:
+        """Return by which angle each unit turns.
+
+        It is that between v and v + d, or, where layers turn by an angle, in proportion to
+        `across`. A layer whose gradient is exactly 0 does not turn then, whatever its momentum.
+        """
+        most: Any = math.pi
+        if self.turns:
+            squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
+            rms = (squares / self.layers.sizes).sqrt()
+            is_still = (rms == 0) | (moving == 0)
+            speed = torch.where(is_still, 0, angle / rms)
+            turn = across * self.layers.per_row(speed)
+            most = torch.as_tensor(4 * angle, dtype=turn.dtype, device=turn.device)
+            most = most.clamp(max=math.pi / 2)
+        else:
+            turn = torch.atan2(across, self.lengths + along)
+        if self.max_turn is not None:
+            most = math.radians(self.max_turn)
+        return turn.clamp(max=most)
+
+    def _compute_biases(self) -> None:
+        """Write the new biases to `lam`; one that was not stepped keeps all its digits."""
+        r = self.r[self.bias_rows]
+        is_same_r = r == self.r_before[self.bias_rows]
+        is_same_lam = self.lam == self.stretch * self.bias
+        stepped = torch.where(self.is_near, r * self.lam / self.mean, self.lam)
+        self.lam.copy_(torch.where(is_same_r & is_same_lam, self.bias, stepped))
+
+    def write(self) -> None:
+        """Write what `compute` has computed: weights, biases, masters and r."""
+        for targets, values in self.results.values():
+            torch._foreach_copy_(targets, values)
+
     def release(self) -> None:
         """Free the scratch memory of GPUs. On CPUs new pages took 40 of 55 ms (ResNet-18)."""
         self.w = []
         if not self.scratch.is_cpu:
             self.scratch.untyped_storage().resize_(0)
+
+
+def replace_zeros(x: Tensor) -> Tensor:
+    """Replace zeros by ones (a safe divisor)."""
+    return x.where(x != 0, 1)
 
 
 def local(x: Any) -> Tensor:

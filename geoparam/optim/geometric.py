@@ -4,8 +4,8 @@ import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,17 +14,17 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from geoparam.arguments import check_callable, check_flag, check_rate
-from geoparam.inspection import unwrap
+from geoparam.model.run import unwrap
+from geoparam.model.trace import Filter
 from geoparam.model.unit_layers import Split, Stacks
 from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularBlock
-from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest
-from geoparam.optim.blocks import Block, Member
+from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest, find_device
+from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, undecayed_names
-from geoparam.optim.inner import Inner, Slot, fit_state
+from geoparam.optim.inner import InnerOptimizer, Variable, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import find_units, format_table
-from geoparam.trace import Filter
+from geoparam.optim.units import Unit, find_units, format_table
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
 LARGEST_RATE = 0.5  # of Adam's kind: more is likely an angle
@@ -111,7 +111,8 @@ class GeometricOptimizer(Optimizer):
         **base_options: Any,
     ) -> None:
         decay = base_options.pop("weight_decay", None)
-        _check_choices(coordinates, scale, turn, max_turn)
+        _check_choices(coordinates, scale)
+        _check_angles(turn, max_turn, coordinates)
         check_rate("lr", lr)
         check_rate("scale_decay", scale_decay)
         for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
@@ -124,50 +125,50 @@ class GeometricOptimizer(Optimizer):
         check_options(base, base_options, inspect.signature(GeometricOptimizer).parameters)
 
         model = unwrap(model)
-        self._found = find_units(model, filter_fn, example_inputs, scale, split, stacks)
+        self._units, self._plain = find_units(
+            model, filter_fn, example_inputs, scale, split, stacks
+        )
         params = dict(model.named_parameters())
-        for unit in self._found.units:
+        for unit in self._units:
             check_sharding(unit, params[unit.name])
-        self._make_base = Recipe("base", base, lr, base_options)
-        self._make_rest = choose_rest(self._make_base, rest, lr, base_options, model)
-        device = next(model.parameters()).device
-        for recipe in (self._make_base, self._make_rest):
-            recipe.check_steps(device)
-
-        if turn is not None and "betas" in self._make_rest.defaults and float(lr) >= LARGEST_RATE:
+        self._base = Recipe("base", base, lr, base_options, find_device(model))
+        self._rest = choose_rest(self._base, rest, lr, base_options, model)
+        if turn is not None and "betas" in self._rest.defaults and float(lr) >= LARGEST_RATE:
             warnings.warn(
-                f"lr={float(lr):g} is the rate at which {self._make_rest.name} steps all that is "
+                f"lr={float(lr):g} is the rate at which {self._rest.name} steps all that is "
                 f"not a direction; it is far too large. The angle is turn={turn:g}.",
                 stacklevel=2,
             )
-        self._coordinates, self._match, self._max_turn = coordinates, match, max_turn
+        self._coordinates = coordinates
+        self._match = match
+        self._max_turn = max_turn
         self._guesses_scale = scale == "auto"
         self._undecayed = undecayed_names(model)
-        self._size = sum(p.numel() for p in model.parameters())
+        self._size = sum(p.numel() for p in params.values())
         self._has_warned = False
-        self._forget()
+        self._built: _Built | None = None
 
         unit_options = self._make_unit_options(lr, turn)
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
-        unit_names = {unit.name for unit in self._found.units}
+        unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
             check_rate("a group's lr", group["lr"])
-            if group.get("turn") not in (None, turn):  # one of its own
-                _check_choices(coordinates, scale, group["turn"], max_turn)
+            if group.get("turn") not in (None, turn):  # the group names one
+                _check_angles(group["turn"], max_turn, coordinates)
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
-        self.defaults = dict(self._make_base.defaults)
-        if "betas" not in self._make_rest.defaults:
+        self.defaults = dict(self._base.defaults)
+        if "betas" not in self._rest.defaults:
             self.defaults.pop("betas", None)
 
     def _make_unit_options(self, lr: float | Tensor, turn: float | None) -> dict[str, Any]:
         """Return the options of unit groups, in plain values that any loader takes."""
         return {
-            **self._make_base.defaults,
+            **self._base.defaults,
             "lr": lr,
             "role": "units",
-            "base": self._make_base.name,
+            "base": self._base.name,
             "coordinates": self._coordinates,
             "match": self._match,
             "turn": turn,
@@ -182,10 +183,10 @@ class GeometricOptimizer(Optimizer):
         scale_decay: float,
     ) -> dict[str, Any]:
         """Return the options of the rest's groups; its own rates are ratios to `lr`."""
-        recipe = self._make_rest
+        recipe = self._rest
         rate = recipe.named.get("lr", lr)
         if decay is None:
-            decay = self._make_base.named.get("weight_decay", 0.0)
+            decay = self._base.named.get("weight_decay", 0.0)
         decay = recipe.named.get("weight_decay", decay)
         if decay and "weight_decay" not in recipe.defaults:
             raise ValueError(f"weight_decay was given, but {recipe.name} has no such option.")
@@ -209,13 +210,13 @@ class GeometricOptimizer(Optimizer):
             params = list_params(group["params"])
             if not params or not all(isinstance(p, Tensor) for p in params):
                 raise ValueError(f"a group's 'params' are parameters; got {params}.")
-            start = sum(len(group["params"]) for group in self.param_groups)
-            names = [f"added.{start + i}" for i in range(len(params))]
+            first = len(self._list_params())
+            names = [f"added.{first + i}" for i in range(len(params))]
             group = {**self._rest_options, **group, "params": params, "param_names": names}
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups must not share the tensor
         super().add_param_group(group)
-        self._forget()
+        self._built = None
 
     def turn(self) -> list[float]:
         """Return the angle of the next step for each unit group, in degrees.
@@ -224,28 +225,26 @@ class GeometricOptimizer(Optimizer):
         `max_turn`. A tracker measures what units really do. Without `turn` the list is empty.
         """
         groups = [group for group in self.param_groups if group.get("turn") is not None]
-        return [float(group["turn"] * group["lr"] / group["start_lr"]) for group in groups]
+        return [float(_find_degrees(group)) for group in groups]
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without a gradient are left as they are."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._prepare()
-        angles = []
-        for group in self.param_groups:
-            angles.append(self._find_angle(group))
+        built = self._prepare()
+        angles = [self._find_angle(group) for group in self.param_groups]
         try:
-            for block in self._blocks:
-                block.read()
-            for inner in self._inner:
-                inner.step(self.param_groups)
-            for block in self._blocks:
-                block.compute(angles[block.members[0].group])
-            for targets, values in self._results:  # all at once, by type
-                torch._foreach_copy_(targets, values)
+            for block in built.blocks:
+                block.read()  # w = r u, b = r lam: from dL/dw and dL/db to dL/du, dL/dr, dL/dlam
+            for inner in built.inner:
+                inner.step(self.param_groups)  # the base steps u; the rest r, lam and all others
+            for block in built.blocks:
+                block.compute(angles[block.weights[0].group])  # the new w and b
+            for block in built.blocks:
+                block.write()
         finally:
-            for block in self._blocks:
+            for block in built.blocks:
                 block.release()
         return loss
 
@@ -254,16 +253,13 @@ class GeometricOptimizer(Optimizer):
 
         A rate in a tensor is not checked: that would wait for the GPU.
         """
-        turn = group.get("turn")
-        if turn is None:
+        if group.get("turn") is None:
             return 0.0
-        per_rate = math.radians(turn) / group["start_lr"]
-        if isinstance(group["lr"], Tensor):
-            return per_rate * group["lr"]
-        peak = max(float(group["lr"]), float(group.get("max_lr", 0.0)))  # as OneCycleLR notes it
-        if peak > 4 * group["start_lr"]:
-            self._question_peak(peak, turn, group["start_lr"])
-        return per_rate * group["lr"]
+        if not isinstance(group["lr"], Tensor):
+            peak = max(group["lr"], group.get("max_lr", 0.0))  # as OneCycleLR notes it
+            if peak > 4 * group["start_lr"]:
+                self._question_peak(float(peak), group["turn"], group["start_lr"])
+        return math.radians(1) * _find_degrees(group)
 
     def _question_peak(self, peak: float, turn: float, start_lr: float) -> None:
         """Warn of a rate that makes a far larger angle than was asked for, or refuse it."""
@@ -278,52 +274,46 @@ class GeometricOptimizer(Optimizer):
         words += f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}; to "
         words += "look for a good angle, vary turn."
         if angle > 90:
-            raise ValueError(words)
+            most = start_lr * 90 / turn
+            raise ValueError(f"{words} A search over rates must end at {most:g}, at 90 degrees.")
         if not self._has_warned:
             warnings.warn(words, stacklevel=8)
             self._has_warned = True
 
     # ---- what is built at the first step, and again where parameters have changed since
 
-    def _forget(self) -> None:
-        """Drop what the next step builds from parameters and states."""
-        self._fingerprint: Any = None
-        self._blocks: list[Block] = []
-        self._inner: list[Inner] = []
-        self._slots: list[Slot] = []
-        self._results: list[tuple[list[Tensor], list[Tensor]]] = []
-
-    def _prepare(self) -> None:
-        """Build blocks and inner optimizers, unless those of the last step still fit."""
-        if self._fingerprint is not None and self._fingerprint == self._find_fingerprint():
-            if all([inner.is_current() for inner in self._inner]):
-                return
-        self._forget()
+    def _prepare(self) -> "_Built":
+        """Return blocks and inner optimizers: those of the last step, if they still fit."""
+        built, fingerprint = self._built, self._find_fingerprint()
+        if built is not None and built.fingerprint == fingerprint:
+            if all([inner.is_current() for inner in built.inner]):
+                return built
+        self._built = None
         self._fit_units()
         for i, _, p in self._list_params():
             group = self.param_groups[i]
             on_device = bool(group.get("capturable") or group.get("fused"))
             fit_state(self.state[p], p, on_device)
-        self._build_blocks()
-        self._build_inner()
-        self._build_results()
-        self._fingerprint = self._find_fingerprint()
+        blocks = self._build_blocks()
+        inner = self._build_inner(blocks)
+        self._built = _Built(blocks, inner, self._find_fingerprint())
         if not any(p.grad is not None for _, _, p in self._list_params()):
             warnings.warn(
                 "no parameter of this optimizer has a gradient: was the model sharded, or its "
                 "parameters replaced, after the optimizer was built?",
                 stacklevel=7,
             )
+        return self._built
 
     def _find_fingerprint(self) -> list[Any]:
         """Return what changes with a parameter, its memory, its state dict, or a lost gradient."""
-        found = []
+        fingerprint = []
         for group in self.param_groups:
             for p in group["params"]:
                 part = getattr(p, "_local_tensor", p)
                 layout = part.data_ptr(), part.stride(), part.dtype
-                found.append((id(p), layout, p.grad is None, id(self.state.get(p))))
-        return found
+                fingerprint.append((id(p), layout, p.grad is None, id(self.state.get(p))))
+        return fingerprint
 
     def _list_params(self) -> list[tuple[int, str, Any]]:
         """Return each parameter with its group's number and its name."""
@@ -337,122 +327,101 @@ class GeometricOptimizer(Optimizer):
 
     def _fit_units(self) -> None:
         """Take up the present sizes of weights."""
-        params = {name: p for _, name, p in self._list_params()}
-        units = []
-        for unit in self._found.units:
-            p = params.get(unit.name)
-            units.append(unit if p is None else unit.fit(p))
-        self._found = replace(self._found, units=units)
+        shapes = {name: p.shape for _, name, p in self._list_params()}
+        for i, unit in enumerate(self._units):
+            shape = shapes.get(unit.name, unit.shape)
+            if shape != unit.shape:
+                self._units[i] = unit.fit(shape)
 
-    def _build_blocks(self) -> None:
+    def _build_blocks(self) -> list[Block]:
         """Put weights that have a gradient and are stepped alike into a block each."""
-        places = {name: (i, p) for i, name, p in self._list_params()}
-        members = defaultdict[Any, list[Member]](list)
-        for unit in self._found.units:
-            at, weight = places.get(unit.name, (0, None))
-            if weight is None or weight.grad is None:
+        places = {name: (i, p) for i, name, p in self._list_params() if p.grad is not None}
+        alike = defaultdict[Any, list[Weight]](list)
+        for unit in self._units:
+            if unit.name not in places:
                 continue
-            if weight.is_meta:
-                raise ValueError(
-                    f"{unit.name!r} is on the meta device and has no values: materialise the "
-                    "model, and build the optimizer after that."
-                )
-            if hasattr(weight, "placements"):
-                check_sharding(unit, weight)
-            if "r" in self.state[weight]:
-                saved_states.check_size(unit, self.state[weight])
-            bias_at, bias = places.get(unit.bias or "", (0, None))
-            if bias is not None and bias.grad is None:
-                bias = None
-            member = Member(unit, weight, bias, (at, bias_at), self.state)
+            group, param = places[unit.name]
+            self._check_weight(unit, param)
+            bias_group, bias = places.get(unit.bias or "", (0, None))
+            weight = Weight(unit, param, bias, (group, bias_group), self.state)
             is_angular = self._coordinates == "angles" and unit.fan_in > 1
             kind = AngularBlock if is_angular else Block
-            members[kind, kind.key(member)].append(member)
+            alike[kind, kind.key(weight)].append(weight)
 
-        for (kind, _), together in members.items():
-            turns = self.param_groups[together[0].group]["turn"] is not None
-            together.sort(key=lambda m: m.bias is None)
-            self._blocks.append(
-                kind(together, match=self._match, turns=turns, max_turn=self._max_turn)
+        blocks = []
+        for (kind, _), weights in alike.items():
+            turns = self.param_groups[weights[0].group]["turn"] is not None
+            weights.sort(key=lambda weight: weight.bias is None)
+            blocks.append(kind(weights, match=self._match, turns=turns, max_turn=self._max_turn))
+        return blocks
+
+    def _check_weight(self, unit: Unit, param: Any) -> None:
+        if param.is_meta:
+            raise ValueError(
+                f"{unit.name!r} is on the meta device and has no values: materialise the model, "
+                "and build the optimizer after that."
             )
+        if hasattr(param, "placements"):
+            check_sharding(unit, param)
+        if "r" in self.state[param]:
+            saved_states.check_size(unit, self.state[param])
 
-    def _build_inner(self) -> None:
+    def _build_inner(self, blocks: Sequence[Block]) -> list[InnerOptimizer]:
         """Give directions to the base; r, lam and every other parameter to the rest."""
-        self._slots = [slot for block in self._blocks for slot in block.slots]
-        members = [m for block in self._blocks for m in block.members]
-        is_taken = {id(p) for m in members for p in (m.weight, m.bias)}
+        variables = [variable for block in blocks for variable in block.variables]
+        weights = [weight for block in blocks for weight in block.weights]
+        in_blocks = {id(p) for weight in weights for p in (weight.param, weight.bias)}
         for i, name, p in self._list_params():
-            if self.param_groups[i]["role"] == "rest" and id(p) not in is_taken:
+            if self.param_groups[i]["role"] == "rest" and id(p) not in in_blocks:
                 # A bias without its weight's gradient has a state for that beside lam's.
                 prefix = "plain" if any("/" in key for key in self.state[p]) else ""
                 decays = p.ndim > 1 and name not in self._undecayed
-                self._slots.append(Slot(prefix, self.state[p], i, p, decays=decays))
+                variables.append(Variable(prefix, p, self.state[p], i, decays=decays))
 
-        directions = [slot for slot in self._slots if slot.name == "direction"]
-        others = [slot for slot in self._slots if slot.name != "direction"]
-        if directions:
-            self._inner.append(Inner(self._make_base, directions))
-        if others:
-            self._inner.append(Inner(self._make_rest, others))
-
-    def _build_results(self) -> None:
-        """Collect what a step writes, by type: one call copies tensors of equal types fast."""
-        pairs = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
-        for block in self._blocks:
-            for target, value in block.results:
-                is_alike = target.stride() == value.stride()
-                targets, values = pairs[target.dtype, target.device, is_alike]
-                targets.append(target)
-                values.append(value)
-        self._results = list(pairs.values())
+        directions = [variable for variable in variables if variable.name == "direction"]
+        others = [variable for variable in variables if variable.name != "direction"]
+        pairs = (self._base, directions), (self._rest, others)
+        return [InnerOptimizer(recipe, members) for recipe, members in pairs if members]
 
     # ---- states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the same model and settings; tensors keep their types.
+        """Load a state of the same model and settings.
+
+        Tensors keep their types, except moments of the rest, which have their parameter's.
 
         The saved `turn` and its rate count, whatever this optimizer was built with.
         """
         saved_states.check_form(state_dict)
         self._fit_units()
-        states = saved_states.find_states(self.param_groups, state_dict, self._found.units)
+        states = saved_states.find_states(self.param_groups, state_dict, self._units)
 
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             groups.append({**saved, "param_names": mine["param_names"]})
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self._forget()
+        self._built = None
 
         for _, name, p in self._list_params():
-            if states[name]:
-                entries = states[name].items()
-                self.state[p] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
+            for key, entry in states[name].items():
+                self.state[p][key] = saved_states.copy_entry(key, entry, p)
         if self._guesses_scale:  # the model's mode may be another now
-            self._found = replace(self._found, units=[
-                replace(u, is_fixed=bool(states.get(u.name, {}).get("is_fixed", u.is_fixed)))
-                for u in self._found.units
-            ])  # fmt: skip
+            for i, unit in enumerate(self._units):
+                is_fixed = states.get(unit.name, {}).get("is_fixed", unit.is_fixed)
+                self._units[i] = replace(unit, is_fixed=bool(is_fixed))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_fingerprint", "_blocks", "_inner", "_slots", "_results", "step")
-        kept = {}
-        for key, value in self.__dict__.items():
-            if key not in built and not key.endswith("_hooks"):
-                kept[key] = value
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget()
+        kept = {**self.__dict__, "_built": None}
+        kept.pop("step", None)  # a scheduler's wrapper
+        return {key: value for key, value in kept.items() if not key.endswith("_hooks")}
 
     def __repr__(self) -> str:
         trained = {name for _, name, p in self._list_params() if p.requires_grad}
-        units = [u for u in self._found.units if u.name in trained]
-        count = sum(u.rows * u.fan_in for u in units)
+        count = sum(u.rows * u.fan_in for u in self._units if u.name in trained)
         lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
         lines += [f"  {line}" for line in self._describe_groups()]
-        return "\n".join([*lines, format_table(self._found, trained)])
+        return "\n".join([*lines, format_table(self._units, self._plain, trained)])
 
     def _describe_groups(self) -> list[str]:
         """Return a line for each group: who steps it, how far, and what decays."""
@@ -460,70 +429,106 @@ class GeometricOptimizer(Optimizer):
         for i, group in enumerate(self.param_groups):
             rate = float(group["lr"])
             if group["role"] == "units":
-                words = [f"directions ({self._coordinates}) by {self._make_base.name}"]
+                words = [f"directions ({self._coordinates}) by {self._base.name}"]
                 if group["turn"] is None:
                     words.append(f"lr {rate:g}")
                 else:
                     words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
                     if rate != group["start_lr"]:
-                        angle = group["turn"] * rate / group["start_lr"]
-                        words.append(f"now {angle:g} at lr {rate:g}")
+                        words.append(f"now {float(_find_degrees(group)):g} at lr {rate:g}")
                 if self._max_turn is not None:
                     words.append(f"max_turn {self._max_turn:g}")
-                words += _describe_momentum(group)
+                words += _describe_momentum(group, self._base.defaults)
                 words.append("no decay")
             else:
-                count = sum(p.requires_grad for p in group["params"])
-                words = [f"r, lam and {count} parameters by {self._make_rest.name}"]
+                words = [f"{self._describe_rest(i)} by {self._rest.name}"]
                 words.append(f"lr {rate * group['lr_ratio']:g}")
                 if group["scale_ratio"] != group["lr_ratio"]:
                     words.append(f"lr of r {rate * group['scale_ratio']:g}")
-                words += _describe_momentum(group)
-                words.append(f"decay {group['weight_decay']:g} on matrices that are no units")
+                words += _describe_momentum(group, self._rest.defaults)
+                if any(p.ndim > 1 for p in group["params"]):
+                    words.append(f"decay {group['weight_decay']:g} on matrices that are no units")
                 if group["scale_decay"]:
                     words.append(f"decay {group['scale_decay']:g} on r")
             lines.append(f"group {i}: " + ", ".join(words))
         return lines
 
+    def _describe_rest(self, i: int) -> str:
+        """Say what a group of the rest steps: r and lam of units, and other parameters."""
+        trained = {name for _, name, p in self._list_params() if p.requires_grad}
+        names = trained & set(self.param_groups[i]["param_names"])
+        directions = self.param_groups[i - 1]
+        of_units = set(directions["param_names"]) if directions["role"] == "units" else set()
 
-def _describe_momentum(group: dict[str, Any]) -> list[str]:
-    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in group]
+        parts = []
+        if any(u.name in of_units & trained and not u.is_fixed for u in self._units):
+            parts.append("r")
+        biases = {u.bias for u in self._units if u.name in trained} & names
+        if biases:
+            parts.append("lam")
+        others = len(names - biases)
+        if others or not parts:
+            parts.append("1 parameter" if others == 1 else f"{others} parameters")
+        if len(parts) == 1:
+            return parts[0]
+        return ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 
-def _check_choices(coordinates: str, scale: str, turn: Any, max_turn: Any) -> None:
+def _find_degrees(group: dict[str, Any]) -> Any:
+    return group["turn"] * group["lr"] / group["start_lr"]
+
+
+def _describe_momentum(group: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """Name what a group averages by; a cycle may leave keys that its optimizer does not know."""
+    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in known]
+
+
+@dataclass
+class _Built:
+    """What a step works with, built from parameters and states."""
+
+    blocks: list[Block]
+    inner: list[InnerOptimizer]
+    fingerprint: list[Any]
+
+
+def _check_choices(coordinates: str, scale: str) -> None:
     if coordinates not in ("intrinsic", "angles"):
         raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
     if scale not in ("auto", "free", "fixed"):
         raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
-    if turn is not None:
-        _check_angle("turn", turn)
-    if max_turn is not None:
-        _check_angle("max_turn", max_turn)
-    if turn is not None and max_turn is not None and max_turn < turn:
+
+
+def _check_angles(turn: Any, max_turn: Any, coordinates: str) -> None:
+    """Raise where units cannot turn so, and warn of a turn that may be a rate."""
+    for name, value in (("turn", turn), ("max_turn", max_turn)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        most = 90 if name == "turn" else 180
+        if value is not None and not (is_number and 0 < value <= most):
+            raise ValueError(
+                f"{name} is an angle in degrees, above 0 and at most {most}; got {value!r}."
+            )
+    if turn is None:
+        return
+    if max_turn is not None and max_turn < turn:
         raise ValueError(
             f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
         )
-    if turn is not None and coordinates == "angles":
+    if coordinates == "angles":
         raise ValueError(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
             "max_turn bounds the turn of angles."
         )
-
-
-def _check_angle(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 180:
-        raise ValueError(f"{name} is an angle in degrees, above 0 and at most 180; got {value!r}.")
-    if name == "turn" and value < LEAST_TURN:
+    if turn < LEAST_TURN:
         warnings.warn(
-            f"turn={value} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
+            f"turn={turn} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
             "everything else is lr.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
 def _find_ratio(rate: Any, lr: Any) -> float:
-    """Return a rate as a multiple of `lr`, so that who sets one number for all keeps it."""
+    """Return a rate as a multiple of `lr`: setting one number for all groups keeps it."""
     if rate is lr:
         return 1.0
     if not lr:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from geoparam.arguments import check_rate
 from geoparam.base_layer import GmPLayer
-from geoparam.inspection import full_tensor, refuse_non_model
+from geoparam.model.run import full_tensor, refuse_non_model
 
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
@@ -121,25 +121,30 @@ def divide_groups(
         params = list_params(given.pop("params"))
         if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
             raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
+        named = {names[id(p)]: p for p in params}
+        of_units = {name: p for name, p in named.items() if name in unit_names}
+        others = {name: p for name, p in named.items() if name not in unit_names}
 
-        units = _make_group(params, names, lambda name: name in unit_names, unit_options, given)
-        rest = _make_group(params, names, lambda name: name not in unit_names, rest_options, given)
-        if "turn" in given:  # an angle at the group's own starting rate
-            units["start_lr"] = float(units["lr"])
-            del rest["turn"]
-        if units["params"]:
+        rest = _make_group(others, {**rest_options, **given, "role": "rest"})
+        rest.pop("turn", None)
+        if of_units:
+            units = _make_group(of_units, {**unit_options, **given, "role": "units"})
             units["weight_decay"] = 0.0
+            if "turn" in given:  # an angle at the group's own starting rate
+                units["start_lr"] = float(units["lr"])
             divided.append(units)
-        if units["params"] or rest["params"]:
+        if of_units or rest["params"]:
             divided.append(rest)
     return divided
 
 
 def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
     """Return copies of the groups, which may be parameters or dicts."""
-    if groups is not None and (isinstance(groups, dict) or not isinstance(groups, Iterable)):
+    if groups is None:
+        groups = model.parameters()
+    if isinstance(groups, dict) or not isinstance(groups, Iterable):
         raise ValueError(f"groups are a list of parameters or of dicts; got {type(groups)}.")
-    listed = list(model.parameters() if groups is None else groups)
+    listed = list(groups)
     if not all(isinstance(group, dict) for group in listed):
         listed = [{"params": listed}]
     for group in listed:
@@ -148,18 +153,8 @@ def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[st
     return [dict(group) for group in listed]
 
 
-def _make_group(
-    params: list[Any],
-    names: Mapping[int, str],
-    belongs: Callable[[str], bool],
-    options: Mapping[str, Any],
-    given: Mapping[str, Any],
-) -> dict[str, Any]:
-    members = [p for p in params if belongs(names[id(p)])]
-    group = {**options, **given, "params": members}
-    group["role"] = options["role"]
-    group["param_names"] = [names[id(p)] for p in members]
-    return group
+def _make_group(named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options, "params": list(named.values()), "param_names": list(named)}
 
 
 def list_params(params: Any) -> list[Any]:

@@ -4,11 +4,13 @@ They step tensors of ours, in groups that follow the outer optimizer's. Their st
 the outer optimizer's under flat keys, as `direction/exp_avg` in the weight's.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geoparam.optim.bases import Recipe
 
@@ -16,108 +18,109 @@ State = dict[str, Any]
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-class Slot:
+@dataclass
+class Variable:
     """A tensor that an inner optimizer steps: the direction, r or lam of a layer, or a parameter.
 
     Args:
         name: prefix of its entries in the outer state; "" for a parameter of the rest.
+        parameter: the tensor, with its gradient.
         outer: the outer optimizer's state of the parameter that it belongs to.
         group: the number of the outer group from which it has its options.
         parts: rows of each layer in it, where it is a matrix.
         decays: whether the group's weight decay acts on it.
-
-    Attributes:
         pace: a factor of its rate.
     """
 
-    def __init__(
-        self,
-        name: str,
-        outer: State,
-        group: int,
-        value: Tensor,
-        grad: Tensor | None = None,
-        parts: tuple[int, ...] = (),
-        decays: bool = False,
-    ) -> None:
-        self.name, self.outer, self.group = name, outer, group
-        self.parts, self.decays = parts, decays
-        self.pace = 1.0
-        self.parameter = value
-        self.prefix = f"{name}/" if name else ""
-        if grad is not None:
-            self.parameter = nn.Parameter(value, requires_grad=False)
-            self.parameter.grad = grad
-
-        self.state = outer
-        if name:
-            entries = [key for key in outer if key.startswith(self.prefix)]
-            self.state = {key.removeprefix(self.prefix): outer[key] for key in entries}
-            for key, entry in self.state.items():
-                self.state[key] = _fit_entry(entry, self.parameter)
+    name: str
+    parameter: Any
+    outer: State
+    group: int
+    parts: tuple[int, ...] = ()
+    decays: bool = False
+    pace: float = 1.0
 
 
-def _fit_entry(entry: Any, parameter: Tensor) -> Any:
-    """Return an entry for each element in the type and with the strides of the parameter."""
-    if not isinstance(entry, Tensor) or entry.shape != parameter.shape or not entry.ndim:
-        return entry
-    dtype = parameter.dtype if entry.dtype in FULL_PRECISION else entry.dtype
-    if entry.dtype == dtype and entry.stride() == parameter.stride():
-        return entry
-    return torch.empty_like(parameter, dtype=dtype).copy_(entry)
+class InnerOptimizer:
+    """A torch optimizer over variables, which share a group if they share rate and decay."""
 
+    def __init__(self, recipe: Recipe, variables: Sequence[Variable]) -> None:
+        alike = defaultdict[Any, list[Variable]](list)
+        for variable in variables:
+            alike[variable.name, variable.group, variable.decays, variable.pace].append(variable)
+        groups = []
+        for members in alike.values():
+            groups.append({"params": [variable.parameter for variable in members]})
+        options = {}
+        if recipe.is_muon:
+            options["parts"] = {variable.parameter: variable.parts for variable in variables}
 
-class Inner:
-    """A torch optimizer over slots, which share a group of it if they share rate and decay."""
-
-    def __init__(self, recipe: Recipe, slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        self.options = [key for key in recipe.defaults if key not in ("lr", "weight_decay")]
-        members: dict[Any, list[Slot]] = {}
-        for slot in slots:
-            key = slot.name, slot.group, slot.decays, slot.pace
-            members.setdefault(key, []).append(slot)
-
-        self.first = [alike[0] for alike in members.values()]
-        groups = [{"params": [slot.parameter for slot in alike]} for alike in members.values()]
-        more = {"parts": {slot.parameter: slot.parts for slot in slots}} if recipe.is_muon else {}
-        self.optimizer = recipe.make(groups, **more)
-
-        states = dict(self.optimizer.state)
-        for slot in slots:
-            if not slot.state:  # Adagrad's are made by its constructor
-                slot.state.update(states.get(slot.parameter, {}))
-            self.optimizer.state[slot.parameter] = slot.state
+        self.optimizer = recipe.make(groups, **options)
+        self.first_of_groups = [members[0] for members in alike.values()]
+        self.options = recipe.defaults.keys() - {"lr", "weight_decay"}
+        self.states: list[tuple[str, State, State]] = []  # prefix, inner and outer state
+        made = dict(self.optimizer.state)  # Adagrad's, by its constructor
+        for variable in variables:
+            state = _find_state(variable)
+            if not state:
+                state.update(made.get(variable.parameter, {}))
+            self.optimizer.state[variable.parameter] = state
+            if variable.name:
+                self.states.append((f"{variable.name}/", state, variable.outer))
 
     def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
         """Take a step with the outer groups' present options."""
-        for slot, group in zip(self.first, self.optimizer.param_groups, strict=True):
-            outer = outer_groups[slot.group]
+        for variable, group in zip(self.first_of_groups, self.optimizer.param_groups, strict=True):
+            outer = outer_groups[variable.group]
             group.update({key: outer[key] for key in self.options})
-            group["lr"], group["weight_decay"] = _find_rate_and_decay(slot, outer)
+            group["lr"], group["weight_decay"] = _find_rate_and_decay(variable, outer)
 
         self.optimizer.step()
-        for slot in self.slots:
-            if slot.name:
-                slot.outer.update({slot.prefix + key: slot.state[key] for key in slot.state})
+        for prefix, state, outer in self.states:
+            for key, entry in state.items():
+                outer[prefix + key] = entry
 
     def is_current(self) -> bool:
         """Return whether the entries in the outer states are still those of the last step."""
-        for slot in self.slots:
-            for key, value in slot.state.items():
-                if slot.outer.get(slot.prefix + key) is not value:
+        for prefix, state, outer in self.states:
+            for key, entry in state.items():
+                if outer.get(prefix + key) is not entry:
                     return False
         return True
 
 
-def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]:
-    """Return the rate and decay of a slot; other rates than the base's are ratios of `lr`."""
-    if slot.name == "direction":  # which turns by an angle whatever the rate, or at the rate
-        return (outer["lr"] if outer["turn"] is None else 1.0), 0.0
-    if slot.name == "r":
-        return outer["lr"] * outer["scale_ratio"] * slot.pace, outer["scale_decay"]
-    decay = outer.get("weight_decay", 0.0) if slot.decays else 0.0
-    return outer["lr"] * outer["lr_ratio"], decay
+def _find_state(variable: Variable) -> State:
+    """Return the entries of a variable in the outer state, without their prefix."""
+    if not variable.name:
+        return variable.outer
+    state = {}
+    prefix = f"{variable.name}/"
+    for key, entry in variable.outer.items():
+        if key.startswith(prefix):
+            state[key.removeprefix(prefix)] = _lay_out(entry, variable.parameter)
+    return state
+
+
+def _lay_out(entry: Any, like: Tensor) -> Any:
+    """Return an entry for each element in the type and with the strides of what is stepped."""
+    if not isinstance(entry, Tensor) or entry.shape != like.shape:
+        return entry
+    dtype = like.dtype if entry.dtype in FULL_PRECISION else entry.dtype
+    if entry.dtype == dtype and entry.stride() == like.stride():
+        return entry
+    return torch.empty_like(like, dtype=dtype).copy_(entry)
+
+
+def _find_rate_and_decay(variable: Variable, outer: dict[str, Any]) -> tuple[Any, float]:
+    """Return the rate and decay of a variable; other rates than the base's are ratios of `lr`."""
+    rate = outer["lr"]
+    if variable.name == "direction":
+        # A direction that turns by an angle does so whatever its rate.
+        return (1.0 if outer["turn"] else rate), 0.0
+    if variable.name == "r":
+        return rate * outer["scale_ratio"] * variable.pace, outer["scale_decay"]
+    decay = outer.get("weight_decay", 0.0) if variable.decays else 0.0
+    return rate * outer["lr_ratio"], decay
 
 
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from geoparam.inspection import strip_wrappers
+from torch import Tensor
+
+from geoparam.model.run import strip_wrappers
 from geoparam.optim.units import Unit
 
 Group = Mapping[str, Any]
@@ -13,21 +15,23 @@ SETTINGS = ("role", "base", "rest", "coordinates", "match")
 
 def check_form(state_dict: Any) -> None:
     """Raise where it is no state of a GeometricOptimizer."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError("an optimizer's state dict has entries 'state' and 'param_groups'.")
-    groups = state_dict["param_groups"]
-    if not isinstance(state_dict["state"], Mapping) or not isinstance(groups, Sequence):
-        raise ValueError("an optimizer's 'state' is a mapping and its 'param_groups' a list.")
-    if any("geometry" in group for group in groups):
+    has_form = (
+        isinstance(state_dict, Mapping)
+        and isinstance(state_dict.get("state"), Mapping)
+        and isinstance(state_dict.get("param_groups"), Sequence)
+    )
+    if not has_form:
         raise ValueError(
-            "this state was saved by geoparam 0.1, whose groups had angles for rates: let the "
-            "optimizer start anew from the weights."
+            "an optimizer's state dict has entries 'state' and 'param_groups', a mapping and a "
+            "list."
         )
-    if any("role" not in group for group in groups):
-        raise ValueError(
-            "this is the state of another optimizer. Its moments belong to plain weights, not to "
-            "directions: load the model's weights and let GeometricOptimizer start anew."
-        )
+    for group in state_dict["param_groups"]:
+        if "role" not in group or "geometry" in group:
+            raise ValueError(
+                "this state was saved by another optimizer or by geoparam 0.1, whose moments do "
+                "not belong to directions: load the model's weights and let GeometricOptimizer "
+                "start anew."
+            )
 
 
 def find_states(
@@ -37,7 +41,8 @@ def find_states(
     saved = state_dict["param_groups"]
     pairs: Any = zip_longest(groups, saved, fillvalue={})
     for i, (mine, theirs) in enumerate(pairs):
-        _check_group(i, mine, theirs)
+        _check_names(i, mine, theirs)
+        _check_settings(i, mine, theirs)
 
     keys = chain.from_iterable(group["params"] for group in saved)
     names = chain.from_iterable(group["param_names"] for group in groups)
@@ -50,28 +55,34 @@ def find_states(
     return states
 
 
-def _check_group(i: int, mine: Group, theirs: Group) -> None:
-    """Raise where a group has other parameters, or was made with other settings."""
-    for key in SETTINGS:
-        if mine and theirs and mine.get(key) != theirs.get(key):
+def _check_settings(i: int, mine: Group, theirs: Group) -> None:
+    """Raise where a group was made with other settings. Only whether there is a turn counts."""
+    for key in (*SETTINGS, "turn"):
+        here, there = mine.get(key), theirs.get(key)
+        is_same = here == there
+        if key == "turn":
+            is_same = (here is None) == (there is None)
+        if not is_same:
             raise ValueError(
-                f"the state's group {i} has {key} {theirs.get(key)!r}; this optimizer's has "
-                f"{mine.get(key)!r}."
+                f"the state's group {i} has {key} {there!r}; this optimizer's has {here!r}."
             )
-    if mine and theirs and (mine.get("turn") is None) != (theirs.get("turn") is None):
-        raise ValueError(
-            f"the state's group {i} has turn {theirs.get('turn')}; this optimizer's has "
-            f"{mine.get('turn')}."
-        )
 
-    here = list(map(_unwrap, mine.get("param_names", [])))
-    there = list(map(_unwrap, theirs.get("param_names", mine.get("param_names", []))))
+
+def _check_names(i: int, mine: Group, theirs: Group) -> None:
+    """Raise where a group has other parameters. Groups without names are known by their order."""
+    if theirs and "param_names" not in theirs:
+        return
+    here, there = _list_names(mine), _list_names(theirs)
     if here != there:
         raise ValueError(
             f"the state's group {i} differs from the optimizer's in "
             f"{sorted({*here} ^ {*there}) or here}. Build the optimizer with the same options; "
             "where r is fixed, before weights with rows of zeros are loaded."
         )
+
+
+def _list_names(group: Group) -> list[str]:
+    return [strip_wrappers(name, "module") for name in group.get("param_names", [])]  # DDP's
 
 
 def check_size(unit: Unit, state: Group) -> None:
@@ -87,5 +98,16 @@ def check_size(unit: Unit, state: Group) -> None:
         )
 
 
-def _unwrap(name: str) -> str:
-    return strip_wrappers(name, "module")  # DDP's
+def copy_entry(key: str, entry: Any, p: Tensor) -> Any:
+    """Return a copy of an entry of a parameter's state.
+
+    What torch's optimizers keep for each element of a plain parameter gets the parameter's type,
+    as in torch. What belongs to units stays in full precision.
+    """
+    if not isinstance(entry, Tensor):
+        return entry
+    prefix, _, name = key.rpartition("/")
+    is_plain = prefix in ("", "plain") and name not in ("r", "length", "master", "step")
+    if is_plain and entry.is_floating_point() and entry.shape == p.shape:
+        return entry.to(p.dtype, copy=True)
+    return entry.clone()

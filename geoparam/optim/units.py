@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from geoparam.base_layer import GmPLayer
-from geoparam.graph import Graph
-from geoparam.inspection import group_by_memory, refuse_lazy, strip_wrappers
+from geoparam.model.graph import Graph
 from geoparam.model.roles import find_embeddings, find_norms, find_outputs, is_router
+from geoparam.model.run import group_by_memory, refuse_lazy, strip_wrappers
+from geoparam.model.trace import Filter, trace
 from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
-from geoparam.trace import Filter, trace
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,25 @@ class Unit:
     name: str
     layout: Layout
     parts: tuple[int, ...]  # rows of each layer in it
+    shape: torch.Size = torch.Size()
     rows: int = 0
     fan_in: int = 0
     bias: str | None = None  # stepped as b = r lam
     norm: str | None = None  # the norm that reads its output, so that r has no effect
     is_fixed: bool = False  # whether r is held
 
-    def fit(self, weight: Tensor) -> "Unit":
-        """Return the unit with the weight's present sizes: pruning may have cut rows."""
-        whole = torch.empty(weight.shape, device="meta")  # also of a sharded weight
-        rows, fan_in = self.layout.to_rows(whole).shape
-        if rows == sum(self.parts):
-            return replace(self, rows=rows, fan_in=fan_in)
-        if len(self.parts) > 1:
-            raise ValueError(
-                f"{self.name!r} had {self.rows} rows in {len(self.parts)} parts and has {rows} "
-                "now: build the optimizer anew."
-            )
-        return replace(self, parts=(rows,), rows=rows, fan_in=fan_in)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The units of a model, and why other matrices stay plain."""
-
-    units: list[Unit]
-    plain: dict[str, str]
+    def fit(self, shape: torch.Size) -> "Unit":
+        """Return the unit for a weight of this shape: pruning may have cut rows."""
+        rows, fan_in = self.layout.to_rows(torch.empty(shape, device="meta")).shape
+        parts = self.parts
+        if rows != sum(parts):
+            if len(parts) > 1:
+                raise ValueError(
+                    f"{self.name!r} had {self.rows} rows in {len(parts)} parts and has {rows} "
+                    "now: build the optimizer anew."
+                )
+            parts = (rows,)
+        return replace(self, parts=parts, shape=shape, rows=rows, fan_in=fan_in)
 
 
 def find_units(
@@ -65,11 +58,14 @@ def find_units(
     scale: str = "auto",
     split: Split | None = None,
     stacks: Stacks | None = None,
-) -> Found:
-    """Find the units; arguments are as in `GeometricOptimizer`.
+) -> tuple[list[Unit], dict[str, str]]:
+    """Return the units, and why other matrices stay plain.
+
+    Arguments are as in `GeometricOptimizer`.
 
     Example:
-        >>> find_units(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
+        >>> units, plain = find_units(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> plain
         {'2.weight': 'the output layer'}
     """
     _check_model(model)
@@ -78,39 +74,39 @@ def find_units(
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     overlaps = _find_overlaps(parameters)
-    norms = find_norms(model, graph)
+    norms = find_norms(model, candidates, graph)
     plain = {name: why for name, why in overlaps.items() if parameters[name].ndim > 1}
     plain.update(_find_reasons(model, candidates, names, filter_fn, graph))
 
     units: dict[str, Unit] = {}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     for candidate in candidates:
-        name = names[id(candidate.weight)]
+        weight, bias = candidate.weight, candidate.bias
+        name = names[id(weight)]
         if name in plain or name in units:
             continue
         norm = norms.get(candidate.layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
-        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
-        unit = unit.fit(candidate.weight)
-        bias = candidate.bias
-        is_tied_alike = holders[id(bias)] == holders[id(candidate.weight)]
-        if bias is not None and is_tied_alike and names[id(bias)] not in overlaps:
-            unit = replace(unit, bias=names[id(bias)])
-        if is_fixed and _has_zero_row(unit, candidate.weight):
+        if is_fixed and _has_zero_row(candidate):
             plain[name] = "a row of zeros cannot grow while r is fixed"
-        else:
-            units[name] = unit
+            continue
+
+        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
+        if bias is not None and holders[id(bias)] == holders[id(weight)]:  # tied alike
+            if names[id(bias)] not in overlaps:
+                unit = replace(unit, bias=names[id(bias)])
+        units[name] = unit.fit(weight.shape)
 
     known = {*units, *(unit.bias for unit in units.values())}
     for name, p in parameters.items():
         if p.ndim > 1 and name not in known:
-            plain.setdefault(name, _name_owner(model, name))
+            plain.setdefault(name, _describe_owner(model, name))
     if not units:
         raise ValueError(_say_why_none(plain, graph is None))
-    return Found(list(units.values()), plain)
+    return list(units.values()), plain
 
 
-def _name_owner(model: nn.Module, name: str) -> str:
+def _describe_owner(model: nn.Module, name: str) -> str:
     """Return why a parameter of a module that is no known layer stays plain."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and name.endswith("weight"):
@@ -175,44 +171,51 @@ def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     return overlaps
 
 
-def _has_zero_row(unit: Unit, weight: Any) -> bool:
+def _has_zero_row(candidate: UnitWeight) -> bool:
+    weight: Any = candidate.weight
     if weight.is_meta:
         return False
     part = weight.to_local() if hasattr(weight, "to_local") else weight
-    has_zero = ~unit.layout.to_rows(part.detach()).any(dim=1).all()
+    is_zero = ~candidate.layout.to_rows(part.detach()).any(dim=1)
+    has_zero = is_zero.any().int()
     if hasattr(weight, "device_mesh"):
-        flag = has_zero.int()
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        has_zero = flag
+        dist.all_reduce(has_zero, dist.ReduceOp.MAX)
     return bool(has_zero)
 
 
-def format_table(found: Found, trained: Collection[str]) -> str:
+def format_table(
+    units: Sequence[Unit], reasons: Mapping[str, str], trained: Collection[str]
+) -> str:
     """Return a line for each weight: what its units are, or why it stays plain."""
-    names = [*found.plain, *(unit.name for unit in found.units)]
+    names = [*reasons, *(unit.name for unit in units)]
     width = min(max(40, *map(len, names)), 100)
     lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
-    plain = dict(found.plain)
-    for unit in found.units:
+    frozen = "frozen, or in no group"
+    plain = {}
+    for name, reason in reasons.items():
+        plain[name] = reason if name in trained else f"{reason}; {frozen}"
+    for unit in units:
         if unit.name not in trained:
-            plain[unit.name] = "frozen, or in no group"
+            plain[unit.name] = frozen
             continue
-        scale = "free"
-        if unit.is_fixed:
-            scale = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
-        if len(unit.parts) > 1:
-            scale += f"; {len(unit.parts)} layers"
-        elif unit.rows == 3 * unit.fan_in and _looks_packed(unit.name):
-            scale += "; q, k, v in one? Then give split="
         bias = "lam" if unit.bias else "-"
-        lines.append(f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  {scale}")
+        lines.append(
+            f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  "
+            f"{_describe_scale(unit)}"
+        )
     lines.append("  plain")
     for name, reason in plain.items():
-        if name in found.plain and name not in trained:
-            reason += "; frozen, or in no group"
         lines.append(f"  {name:{width}} {reason}")
     return "\n".join(lines)
 
 
-def _looks_packed(name: str) -> bool:
-    return name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
+def _describe_scale(unit: Unit) -> str:
+    words = "free"
+    if unit.is_fixed:
+        words = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
+    if len(unit.parts) > 1:
+        return f"{words}; {len(unit.parts)} layers"
+    is_packed = unit.name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
+    if is_packed and unit.rows == 3 * unit.fan_in:
+        words += "; q, k, v in one? Then give split="
+    return words

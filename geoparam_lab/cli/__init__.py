@@ -1,1 +1,74 @@
-"""Commands of the laboratory: demo, run, table, report."""
+"""The command line: it parses, calls and prints. Needs the extra: pip install 'geoparam[cli]'.
+
+Commands import torch, and what needs it, when they are called: help and version are quick. typer
+is imported when the application is made, so that a missing extra is named, not a traceback.
+"""
+
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+EXTRAS = {
+    "cli": ("typer", "rich", "safetensors", "jinja2", "filelock"),
+    "plots": ("matplotlib",),
+    "experiments": ("accelerate", "optuna", "sklearn", "tensorboard", "xlrd"),
+    "vision": ("torchvision",),
+    "hf": ("transformers",),
+}
+INSTALL = {name: f"'geoparam[{extra}]'" for extra, names in EXTRAS.items() for name in names}
+
+
+def main() -> None:
+    """Run the command line; name an extra that is missing, and end quietly after Ctrl-C."""
+    try:
+        app()(prog_name="geoparam")
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if "pip install" in str(error):  # the message is more exact than ours
+            sys.exit(str(error))
+        if package not in INSTALL:
+            raise
+        sys.exit(f"This command needs {package}. Install it with: pip install {INSTALL[package]}")
+
+
+def app() -> "Typer":
+    """Return the application, with all commands."""
+    import typer
+
+    from geoparam_lab.cli import demo, pages, runs, tools
+
+    application = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    shown = typer.Option(
+        "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    )
+
+    @application.callback()
+    def geoparam(version: Annotated[bool, shown] = False) -> None:
+        """Geometric Parameterization (GmP) for PyTorch."""
+
+    application.command("demo")(demo.command)
+    application.add_typer(runs.make_application(), name="run")
+    application.command()(pages.table)
+    application.command()(pages.report)
+    application.command()(tools.fold)
+    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
+    application.command(context_settings=passing)(tools.bench)
+    return application
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"geoparam {version('geoparam')}, torch {version('torch')}")
+        sys.exit(0)

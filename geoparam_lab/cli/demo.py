@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
-from geoparam.storage import refuse_overwrite
-from geoparam_lab.cli.running import Force, Jobs, explain_errors, progress
-from geoparam_lab.experiments import banana, levy, perturbation
-from geoparam_lab.experiments.experiment import Experiment
+from geoparam_lab import experiments
+from geoparam_lab.cli.running import Force, explain_errors, progress
 
 if TYPE_CHECKING:
     from geoparam_lab.run_folder import Run
@@ -28,17 +26,20 @@ distance of the boundary itself (GmP). Three experiments show what difference th
 
 def command(
     out: Annotated[Path, Option(help="Folder for the runs and the page.")] = Path("demo"),
-    seeds: Annotated[int, Option(min=1, help="Initial weights to train from.")] = 5,
+    seeds: Annotated[int, Option(min=1, help="Number of initial weights to train from.")] = 5,
     epochs: Annotated[
-        int | None, Option(min=1, help="The most to train for, for a quick look.")
+        int | None, Option(min=1, help="Stop after this many epochs, for a quick look.")
     ] = None,
-    jobs: Jobs = None,
+    jobs: Annotated[
+        int | None, Option(min=1, help="Processes that train; by default one per core.")
+    ] = None,
     resume: Annotated[
-        bool, Option("--resume/--no-resume", help="Go on with the demo in the folder, if any.")
+        bool, Option("--resume/--no-resume", help="Continue the demo in the folder, if any.")
     ] = True,
     force: Force = False,
 ) -> None:
     """Show what GmP is about: three small experiments and one page, in about a minute."""
+    from geoparam.storage import refuse_overwrite
     from geoparam_lab import report
 
     with explain_errors(out):
@@ -46,37 +47,36 @@ def command(
         size = {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs})
         console = Console()
         console.print(BEGINNING)
-        units = _run(perturbation.EXPERIMENT, out, resume)
-        lines = _run(levy.EXPERIMENT, out, resume, jobs, **size)
-        planes = _run(banana.EXPERIMENT, out, resume, 1, **size, source="generated")
-        done = [(levy, lines), (banana, planes), (perturbation, units)]
-        console.print("[bold]What was found[/]")
-        for module, run in done:
-            console.print("-", module.EXPERIMENT.finding(run))
-        console.print("\n[bold]What this does not show:[/] that GmP is always better.")
-        for module, run in done:
-            console.print("-", module.EXPERIMENT.describe_limits(run))
+        units = _run("perturbation", out, resume)
+        lines = _run("levy", out, resume, jobs, **size)
+        planes = _run("banana", out, resume, 1, **size, source="generated")
+        done = [lines, planes, units]
+
+        console.print("[bold]What we found[/]")
+        for run in done:
+            console.print("-", experiments.find(run.info["experiment"]).finding(run))
+        console.print("\n[bold]Limits.[/] None of this shows that GmP is always better.")
+        for run in done:
+            console.print("-", experiments.find(run.info["experiment"]).describe_limits(run))
+
         again = shlex.join(["geoparam", "demo", *_to_words(size), "--out", str(out)])
-        page = report.write([run for _, run in done], out / "report.html", command=again)
-        console.print(
-            "\n[bold]With every seed, in tables and pictures:[/] open this in a browser."
-        )
+        page = report.write(done, out / "report.html", command=again)
+        console.print("\n[bold]Every seed, in tables and pictures:[/] open this in a browser.")
         console.print(escape(str(page)), soft_wrap=True)
 
 
-def _run(
-    experiment: Experiment, out: Path, resume: bool, jobs: int | None = None, **options: Any
-) -> "Run":
+def _run(name: str, out: Path, resume: bool, jobs: int | None = None, **options: Any) -> "Run":
     """Run an experiment under a progress bar; its folder keeps the command that repeats it."""
-    assert experiment.run is not None
-    folder = out / experiment.name
+    run = experiments.find(name).run
+    assert run is not None
+    folder = out / name
     again = ["--resume"] if resume and (folder / "config.json").exists() else []
-    words = [experiment.name, *_to_words(options), "--out", str(folder), *again]
+    words = [name, *_to_words(options), "--out", str(folder), *again]
     command = shlex.join(["geoparam", "run", *words])
     if jobs is not None:
         options["jobs"] = jobs
     with progress() as bar:
-        done = experiment.run(folder, **options, resume=resume, command=command, progress=bar)
+        done = run(folder, **options, resume=resume, command=command, progress=bar)
     assert done is not None
     return done
 

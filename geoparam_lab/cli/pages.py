@@ -3,30 +3,32 @@
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from geoparam.storage import printable, refuse_overwrite, replacing
 from geoparam_lab.cli.running import Force, explain_errors
-from geoparam_lab.run_folder import Run
-from geoparam_lab.session import format_command
-from geoparam_lab.tables import tables
+
+if TYPE_CHECKING:
+    from geoparam_lab.run_folder import Run
 
 Runs = Annotated[
-    list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
+    list[Path], Argument(help="Folders of runs, or folders that hold several, such as demo's.")
 ]
 
 
 def table(
     runs: Runs,
-    out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
+    out: Annotated[Path | None, Option(help="Write to this file instead of printing.")] = None,
     baseline: Annotated[
-        str | None, Option(help="Method that others are compared with, such as gmp.")
+        str | None, Option(help="Compare the other methods with this one, such as gmp.")
     ] = None,
     force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
+    from geoparam.storage import printable, refuse_overwrite, replacing
+    from geoparam_lab.tables import tables
+
     with explain_errors():
         if out is not None:
             refuse_overwrite(out, force)
@@ -46,7 +48,9 @@ def report(
     force: Force = False,
 ) -> None:
     """Put some runs on one page: tables, figures and sliders, in one file."""
+    from geoparam.storage import refuse_overwrite
     from geoparam_lab import report as pages
+    from geoparam_lab.session import format_command
 
     with explain_errors():
         refuse_overwrite(out, force, pages.MARK)
@@ -56,12 +60,15 @@ def report(
         _name_left_out(problems)
 
 
-def open_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
+def open_runs(folders: Iterable[Path]) -> tuple[list["Run"], list[str]]:
     """Return the runs in these folders, and what is wrong with those that cannot be read.
 
     A folder that holds no run stands for the folders in it. If no run can be read, the first
     problem is raised.
     """
+    from geoparam_lab.run_folder import Run
+    from geoparam_lab.tables import tables
+
     readable, problems = [], []
     for folder in folders:
         inside = sorted(path.parent for path in folder.glob("*/config.json"))
@@ -80,6 +87,8 @@ def open_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 def _name_left_out(problems: Sequence[str]) -> None:
     """End with the reasons why some of the runs are not shown."""
+    from geoparam.storage import printable
+
     if problems:
         lines = [f"Left out: {problem}" for problem in problems]
         raise SystemExit(printable("\n".join(lines)))

@@ -5,25 +5,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from typer import Option
 
-from geoparam.storage import printable
-from geoparam_lab.session import format_command
-from geoparam_lab.training import tasks
+if TYPE_CHECKING:
+    from geoparam_lab.training.tasks import Progress as Report
 
 Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
-Jobs = Annotated[
-    int | None, Option(min=1, help="Processes that train; by default one for each core.")
-]
 
 
 @contextlib.contextmanager
-def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
+def progress(leads: bool = True) -> Iterator["Report | None"]:
     """Show a bar on standard error while the block runs; None where none can be drawn.
 
     Of several processes, only the one that leads draws it. Work of several kinds may come one
@@ -54,7 +50,10 @@ def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
 
 @contextlib.contextmanager
 def explain_errors(out: Path | None = None) -> Iterator[None]:
-    """Print what went wrong without a traceback; after Ctrl-C, how to go on with `out`."""
+    """Print what went wrong without a traceback; after Ctrl-C, how to continue `out`."""
+    from geoparam.storage import printable
+    from geoparam_lab.session import format_command
+
     try:
         yield
         sys.stdout.flush()
@@ -65,7 +64,7 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
         message = "\nInterrupted."
         if out is not None:
             command = format_command([word for word in sys.argv if word != "--resume"])
-            message += f" What is finished is in {out}. Go on with:\n  {command} --resume"
+            message += f" What is finished is in {out}. Continue with:\n  {command} --resume"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:

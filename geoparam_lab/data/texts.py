@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 1 << 32  # bytes of a text: all of it is in memory
 VALIDATION_SHARE = 0.1  # the end of a text, where no other text is given
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -68,13 +67,11 @@ def _read(path: Path) -> bytes:
     open_file: Any = lzma.open if path.suffix == ".xz" else open
     try:
         with open_file(path, "rb") as file:
-            content = file.read(LARGEST + 1)
+            content = file.read()
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is not a whole .xz file ({error}). Compress it anew.") from error
     if not content:
         raise ValueError(f"the text {path} is empty. Give a file with some text as --data.")
-    if len(content) > LARGEST:
-        raise ValueError(f"a text has at most {LARGEST:,} bytes; {path} has more. Give a part.")
     return content
 
 

@@ -80,7 +80,9 @@ class Experiment:
     rates: Mapping[str, float] = field(default_factory=RATES.copy)  # the papers', by method
     papers_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the papers' runs
     baseline: str = "sp"  # the method that others are compared with
-    names: Mapping[Any, str] = field(default_factory=dict)  # what tables call some values
+    names: Mapping[Any, str] = field(
+        default_factory=dict
+    )  # what tables call some methods and values
     slider: Slider | None = None
     finding: Callable[[Run], str] = lambda run: ""  # says what was found, from a run's records
     limits: Callable[[Run], str] = lambda run: ""  # says what the results do not show
@@ -101,13 +103,17 @@ class Experiment:
         if cut := self.explain_cut(run.config):
             said = f"{self.title}: {cut}"
         reason = self.mismatch(run.config)
-        return f"{said or f'{self.make_title(run.config)}:'} {reason}." if reason else said
+        if not reason:
+            return said
+        if not said:
+            return f"{self.make_title(run.config)}: {reason[:1].lower()}{reason[1:]}."
+        return f"{said} {reason}."
 
     def explain_cut(self, config: Config) -> str:
         """Say that there were fewer epochs than the papers'; empty where there were not."""
         epochs = config.get("epochs")
         is_cut = isinstance(epochs, int) and epochs < self.epochs
-        return "training was cut short here, so that its results say little." if is_cut else ""
+        return "training was cut short here, so its results say little." if is_cut else ""
 
     def make_title(self, config: Config) -> str:
         """Return what a run with this configuration is called."""

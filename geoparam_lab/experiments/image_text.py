@@ -18,8 +18,8 @@ SCHEDULES = {
     "plateau-top1": "v1's: a tenth after 5 epochs without a better top-1, end after 10",
     "plateau-top5": "the released code's: a tenth after 5 epochs without a better top-5, end "
     "after 10, and the best weights are kept",
-    "linear": "the rate falls to 0 along a line, a little in every step",
-    "cosine": "the rate falls to 0 along half a cosine, a little in every step",
+    "linear": "the rate falls linearly to 0",
+    "cosine": "the rate falls to 0 along half a cosine",
 }
 # Settings that are reported elsewhere, or that change only rounding.
 _NOT_REPORTED = ("schedule", "select", "time_to", "precision", "compile", "deterministic")
@@ -86,11 +86,11 @@ def remark(config: Config) -> Iterator[str]:
     if schedule := SCHEDULES.get(str(config.get("schedule"))):
         yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
-        yield f"{config['select']:.0%} of the training images were kept back and chose settings."
+        yield f"{config['select']:.0%} of the training images were held out to choose settings."
     others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {config[name]}" for name in others)
-        yield f"Not as in the papers: {said}."
+        yield f"Settings that differ from the papers': {said}."
 
 
 def choose_shown(records: Sequence[Record]) -> Sequence[Record]:

@@ -17,7 +17,6 @@ the same `storage` take runs in turn (`shared_study`), and each ends with all re
 """
 
 import functools
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study, sweeps
 from geoparam_lab.training.images.loop import BOUNDARIES
 from geoparam_lab.training.images.settings import COMMON, ImageTask, Settings, list_tasks
-from geoparam_lab.training.processes import check_jobs, make_accelerator
+from geoparam_lab.training.processes import check_jobs, check_processes, make_accelerator
 from geoparam_lab.training.run_checkpoints import FINISHED, WEIGHTS
 from geoparam_lab.training.tasks import Done, Progress, Tick
 
@@ -62,7 +61,6 @@ def run(
     workers: int | None = None,
     jobs: int = 1,
     keep_weights: bool = False,
-    tensorboard: bool = False,
     track: int | None = None,
     storage: str | None = None,
     resume: bool = False,
@@ -74,24 +72,23 @@ def run(
 
     Args:
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
-        data: the folder with the images (train_data_batch_*.npz and val_data.npz, or
-            train/CLASS/*.JPEG and val/CLASS/*.JPEG), or these themselves.
-        network: one of vgg6, resnet18, resnet34, resnet50.
-        methods: names of methods, each perhaps with options; by default the papers'.
-        method: one more method with options of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
-            given again.
-        batch_sizes: over all processes.
-        lrs: learning rates for every method that has none of its own; by default the papers'.
-        seeds: how many, from 0 on.
-        size: of the images: 32 or 64 in npz files.
-        workers: processes that decode JPEG files; by default as many as there are cores.
-        jobs: runs that are trained side by side on this machine's GPU, each in a process of its
-            own: small networks do not fill a GPU alone.
-        keep_weights: keep each run's weights in weights/.
-        tensorboard: write scalars for TensorBoard.
-        track: follow the units' boundaries, every so many steps.
-        storage: share the runs: the URL of a database or the path of a file. Start the same
-            command on each GPU, each with an --out of its own.
+        data: folder with the images (train_data_batch_*.npz and val_data.npz, or
+            train/CLASS/*.JPEG and val/CLASS/*.JPEG).
+        network: network to train: vgg6, resnet18, resnet34 or resnet50.
+        methods: methods to train, with options after a colon; by default the papers'.
+        method: one more method, with a grid of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
+            repeated.
+        batch_sizes: batch sizes, each over all processes together.
+        lrs: learning rates of methods that give none of their own; by default the papers'.
+        seeds: number of seeds, 0, 1, ...
+        size: width of the images in pixels; npz files have 32 or 64.
+        workers: processes that decode JPEG files; by default one per core.
+        jobs: networks trained side by side on one GPU, each in its own process; small networks
+            leave most of a GPU idle.
+        keep_weights: keep each network's weights in weights/.
+        track: record the units' boundaries every this many steps.
+        storage: share a sweep between machines through this file or database URL: start the same
+            command on each, with its own --out.
         settings: `Settings` of all runs, such as epochs and schedule.
 
     Returns:
@@ -106,8 +103,7 @@ def run(
     config["data"] = source.fingerprint
     accelerator = _check_runs(config, source, jobs, storage)
     load = functools.partial(_load_once, experiment, data, size, workers)
-    options = {"tensorboard": tensorboard, "track": track}
-    work = _Work(Path(out), load if jobs > 1 else lambda: source, keep_weights, options)
+    work = _Work(Path(out), load if jobs > 1 else lambda: source, keep_weights, track)
     known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
 
     def start() -> tuple[Run, Any]:
@@ -131,7 +127,7 @@ class _Work(sweeps.Work):
 
     load: Callable[[], Source]
     keep_weights: bool
-    options: Record  # of `train.train`
+    track: int | None
 
     def train(self, task: ImageTask, tick: Tick | None = None) -> Done:
         from geoparam_lab.training.images import train
@@ -139,34 +135,26 @@ class _Work(sweeps.Work):
         one, source = task.settings, self.load()
         part = source.hold_out(one.select) if one.select else source
         steps = part.fingerprint["train"] // one.batch_size
-        accelerator = make_accelerator(one.precision)
 
         def report(epoch: int, step: int, speed: float) -> None:
             left = 1 - (epoch + step / steps) / one.epochs  # share of this run that is left
             if tick is not None:
                 tick(epoch + 1, left, f"{speed:,.0f} images/s")
 
-        outcome = train.train(
-            one, source, self.folder(task), accelerator=accelerator, report=report, **self.options
-        )
+        outcome = train.train(one, source, self.folder(task), track=self.track, report=report)
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
-        record = outcome.record | named | {"processes": accelerator.num_processes}
-        return Done([record], {task.name: outcome.curves})
+        return Done([outcome.record | named], {task.name: outcome.curves})
 
     def clean(self, task: ImageTask) -> None:
         """Move files that are whole to their place, and remove what else a run has left."""
         folder, name = self.folder(task), task.name
-        places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
+        places = {BOUNDARIES: f"boundaries/{name}.npy"}
         if self.keep_weights:
             places |= {WEIGHTS: f"weights/{name}.pt"}
-        whole = list(places) if (folder / WEIGHTS).exists() else []  # weights come last
-        if (folder / FINISHED).exists():
-            whole = (folder / FINISHED).read_text().split("\n")
         for left, place in places.items():
-            if left in whole and (folder / left).exists():
+            if (folder / FINISHED).exists() and (folder / left).exists():
                 (self.out / place).parent.mkdir(exist_ok=True)
-                shutil.rmtree(self.out / place, ignore_errors=True)  # left by an earlier start
-                shutil.move(folder / left, self.out / place)
+                (folder / left).replace(self.out / place)
         super().clean(task)
 
 
@@ -231,7 +219,7 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
     accelerator, todo = make_accelerator(config["precision"]), list_tasks(config)
     place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     for one in (task.settings for task in todo):
-        preparation.check(one, accelerator)
+        check_processes(accelerator, one.precision, one.batch_size, one.accumulate)
         part = source.hold_out(one.select) if one.select else source
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():

@@ -10,11 +10,19 @@ The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several w
                  with gamma for l and beta for b (a test of `parameter_steps`)
     ln           (w, b) of one of 100 units like it, the others and LN's own parameters (1 and 0)
                  left alone: there LN's unit is SP's, less the mean of the other 99
+    in, gn       (w, b) before instance or group norm. Their means over positions give each image
+                 an offset of its own; what all images share is the direction, which is w's
+    sn           (w, b / s) of one of 100 units under spectral norm, the others left alone: s is
+                 their largest singular value, which all rows are divided by
     gmp          (theta, lam) with u(theta) = w / ||w||, lam = b / ||w||; r = ||w|| is left alone
     intrinsic    (d, lam) with d = w / ||w||; not in the papers
 
-Each panel has one delta, 1e-4 to 1e-1, and all methods. (Under LN a delta that all units share
-cancels: it turns none of them.)
+Each panel has one delta, 1e-4 to 1e-1, and all methods that draw a line. (Under LN a delta that
+all units share cancels: it turns none of them.)
+
+**The reversal.** The papers' propositions 2.3 to 2.5 add -(1 + delta) w to w alone: what is left
+is -delta w, so that the unit points the other way. v2 says the same of IN, GN and SN. GmP stores
+no w; its step has the same length, in the worst direction (`parameter_steps`).
 
 **The papers' unit.** numpy's legacy seed 1, w drawn first, then b: w = (1.62, -0.61) / 1000,
 b = -0.53 / 1000, as in the notebook that the papers' code has for this figure. That notebook takes
@@ -51,7 +59,7 @@ from geoparam_lab.experiments.experiment import (
 )
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
-from geoparam_lab.parameter_steps import DELTAS, make_steps, respond
+from geoparam_lab.parameter_steps import DELTAS, Kind, Response, make_steps, respond
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
 
@@ -62,11 +70,13 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 SEED = 1  # the papers'
-METHODS = ("sp", "wn", "bn", "ln", "gmp", "intrinsic")
-OTHERS = 99  # units that LN takes its mean over, besides the one
+METHODS = ("sp", "wn", "bn", "in", "gn", "sn", "ln", "gmp", "intrinsic")
+WITHOUT_LINE = ("in", "gn")
+OTHERS = 99  # units in a layer under LN and SN, besides the one
 SIZE = 0.001
 VIEW = (-2.0, 2.0)
-WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "ln": 1.6, "gmp": 4.5, "intrinsic": 1.6}  # none hidden
+NAMES = {"in": "IN", "gn": "GN", "sn": "SN"}  # norms that are no methods elsewhere
+WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5}  # others 1.6, so that none is hidden
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class Turns:
     lams: Array  # signed distances of its boundary likewise, (1 + D,)
     rotation: Array  # angles between these and the unperturbed one in degrees, (D,)
     rotations: Array  # of the other units, (D, units)
-    displacements: Array  # ||delta phi|| of them likewise
     bounds: Array  # what no perturbation of the same length turns them beyond
+    reversal: Array  # turns of the papers' unit by a step of -(1 + delta) w, (D,)
 
     @property
     def locations(self) -> Array:
@@ -98,8 +108,8 @@ def run(
     """Perturb the papers' unit and many others; write records and figures to a folder.
 
     Args:
-        methods: some of sp, wn, bn, ln, gmp, intrinsic.
-        seeds: how many units besides the papers' one, drawn from 0, 1, ...
+        methods: parameterizations to perturb: some of sp, wn, bn, in, gn, sn, ln, gmp, intrinsic.
+        seeds: number of random units, besides the papers' one.
     """
     check_counts(seeds=seeds)
     check_names("a method", METHODS, *methods)
@@ -123,38 +133,57 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
         >>> perturb("sp").rotation.round(1).tolist()
         [4.1, 29.1, 59.6, 65.0]
     """
-    unit, units = build(method, [SEED]), build(method, range(seeds))
-    own, answers = (
-        [respond(layer, make_steps(layer, "constant", d)) for d in DELTAS]
-        for layer in (unit, units)
-    )
-    places = [layer_boundaries(unit), *(answer.after for answer in own)]
+    check_names("a method", METHODS, method)
+    papers, many = draw_units([SEED]), draw_units(range(seeds))
+    own = [step(method, papers, "constant", delta) for delta in DELTAS]
+    reversals = [step(method, papers, "adversarial", delta) for delta in DELTAS]
+    answers = [step(method, many, "constant", delta) for delta in DELTAS]
+    places = [layer_boundaries(build(method, papers)), *(each.after for each in own)]
     return Turns(
         directions=np.concatenate([place.direction for place in places]),
         lams=np.concatenate([place.distance for place in places]),
         rotation=np.concatenate([answer.rotation for answer in own]),
         rotations=np.stack([answer.rotation for answer in answers]),
-        displacements=np.stack([answer.displacement for answer in answers]),
         bounds=np.stack([answer.bound for answer in answers]),
+        reversal=np.concatenate([answer.rotation for answer in reversals]),
     )
 
 
-def build(method: str, seeds: Iterable[int]) -> nn.Module:
-    """Return a layer of two inputs with one unit for each seed, stored as the method does."""
-    check_names("a method", METHODS, method)
+def draw_units(seeds: Iterable[int]) -> torch.Tensor:
+    """Return a layer of units for each seed, (seeds, 1 + OTHERS, 3): each w, then b."""
     draws = [SIZE * np.random.RandomState(seed).randn(1 + OTHERS, 3) for seed in seeds]
-    units = torch.from_numpy(np.stack(draws))  # each w, then b; the first is the unit
-    units = units[:, 0] - units[:, 1:].mean(1) if method == "ln" else units[:, 0]
-    linear = nn.utils.skip_init(nn.Linear, 2, len(units), dtype=torch.float64)
+    return torch.from_numpy(np.stack(draws))
+
+
+def step(method: str, units: torch.Tensor, kind: Kind, delta: float) -> Response:
+    """Return how the first unit of each layer answers to a step of its stored parameters."""
+    layer = build(method, units)
+    steps = make_steps(layer, kind, delta)
+    if method == "sn":
+        # The line is w x + s (b / s) = 0, and a step of the row changes s.
+        weights, b = units[..., :2], units[:, 0, 2]
+        moved = weights.clone()
+        moved[:, 0] += steps["direction"]
+        s, later = (torch.linalg.matrix_norm(each, ord=2) for each in (weights, moved))
+        steps["offset"] = later * (b / s + steps.get("offset", 0.0)) - b
+    return respond(layer, steps)
+
+
+def build(method: str, units: torch.Tensor) -> nn.Module:
+    """Return a layer of the first unit of each of these layers, stored as the method does."""
+    first = units[:, 0]
+    if method == "ln":
+        first = first - units[:, 1:].mean(1)
+    linear = nn.utils.skip_init(nn.Linear, 2, len(first), dtype=torch.float64)
     with torch.no_grad():
-        linear.weight.copy_(units[:, :2])
-        linear.bias.copy_(units[:, 2])
+        linear.weight.copy_(first[:, :2])
+        linear.bias.copy_(first[:, 2])
     if method in ("wn", "bn"):
         return weight_norm(linear)
-    if method in ("sp", "ln"):
-        return linear
-    kind: Any = "intrinsic" if method == "intrinsic" else "angles"
-    return gp.GmPLinear.from_linear(linear, coordinates=kind)
+    if method in ("gmp", "intrinsic"):
+        kind: Any = "intrinsic" if method == "intrinsic" else "angles"
+        return gp.GmPLinear.from_linear(linear, coordinates=kind)
+    return linear
 
 
 def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
@@ -164,37 +193,36 @@ def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
             "method": method,
             "delta": delta,
             "rotation": float(own.rotation[i]),
-            **_spread("rotation", own.rotations[i]),
-            **_spread("displacement", own.displacements[i]),
+            "rotation_median": float(np.median(own.rotations[i])),
+            "rotation_max": float(own.rotations[i].max()),
             "bound_max": float(own.bounds[i].max()),
+            "reversal": float(own.reversal[i]),
         }
         for method, own in turns.items()
         for i, delta in enumerate(DELTAS)
     ]
 
 
-def _spread(name: str, values: Array) -> dict[str, float]:
-    return {
-        f"{name}_median": float(np.median(values)),
-        f"{name}_95": float(np.quantile(values, 0.95)),
-        f"{name}_max": float(values.max()),
-    }
-
-
 def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
-    names = list_in_words(TITLES[method] for method in turns)
+    turns = {method: own for method, own in turns.items() if method not in WITHOUT_LINE}
+    names = list_in_words(title(method) for method in turns)
     return {
         "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
             "boundary, its location φ, its direction u and its two sides, active where u points. "
             f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
-            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so."),
+            "moved by δ; dotted lines end at φ. SP, WN, BN and SN turn alike, LN nearly so."),
         "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
             "input: its boundary is a point φ, and its direction a sign."),
         "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),
             "Figure 5. Units r relu(u x + λ) over one input."),
         "figure6": (_draw_2d, "Figure 6. Units over two inputs: boundary, location φ and sides."),
     }  # fmt: skip
+
+
+def title(method: str) -> str:
+    """Return what figures and tables call a method."""
+    return (NAMES | TITLES)[method]
 
 
 def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
@@ -210,10 +238,10 @@ def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
     for i, (letter, ax, delta) in enumerate(zip("bcde", panels, DELTAS, strict=False)):
         plots.plane(ax, VIEW)
         _draw_line(ax, before, 0, color="#cccccc", linewidth=11, label="before")
-        for method, own in turns.items():
-            style = plots.method_style(method)
-            line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
-            _draw_line(ax, own, i + 1, **line)
+        styles = plots.curve_styles([title(method) for method in turns])
+        for style, (method, own) in zip(styles, turns.items(), strict=True):
+            width = WIDTHS.get(method, 1.6)
+            _draw_line(ax, own, i + 1, color=style.colour, linewidth=width, label=style.title)
         ax.set_title(f"({letter}) δ = {delta:g}", loc="left")
     panels[-1].axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
@@ -265,17 +293,18 @@ EXPERIMENT = Experiment(
     name="perturbation",
     title="Perturbed units",
     about="Every stored parameter of one small unit in the plane is changed by the same amount, "
-    "and the turn of its boundary is measured.",
+    "and the turn of its boundary is measured; then a step of −(1 + δ) w is added to w alone.",
     summary="Single units under perturbation: figures 1, 2a-b, 5 and 6. Seconds.",
     run=run,
     layouts=(
         Layout(
             (
-                Measure("rotation", "Turn of the papers' unit (degrees)", None),
-                Measure("rotation_median", "Median turn of many such units", None),
-                Measure("rotation_max", "Largest turn of many such units", None),
+                Measure("rotation", "Papers' unit: turn by δ (°)", None),
+                Measure("rotation_median", "many units: median (°)", None),
+                Measure("rotation_max", "largest (°)", None),
+                Measure("reversal", "Papers' unit: turn by −(1 + δ) w (°)", None),
             ),
-            {"delta": "size of the perturbation"},
+            {"delta": "δ"},
             compare=False,
             notes=(
                 "The papers' picture loses a sign (arccos), so that it shows the mirror image of "
@@ -289,6 +318,7 @@ EXPERIMENT = Experiment(
             "|0.0001|0.001|0.01|0.1\nsp|4.1|12.2|18.3|23.7\nwn|4.1|12.2|18.3|23.7",
         )
     },
+    names=NAMES,
     finding=_finding,
     limits=lambda run: (
         "One small unit: how much GmP limits its turn depends on the length of its "

@@ -27,6 +27,7 @@ from geoparam_lab.training.text.settings import (
     SIZES,
     TextSettings,
     TextTask,
+    check_used,
     list_tasks,
 )
 
@@ -49,6 +50,7 @@ class ShakespeareSettings(TextSettings):
 ShakespeareSettings.__doc__ = TextSettings.__doc__  # the help of its options
 _SETTINGS = {"text": TextSettings, "shakespeare": ShakespeareSettings}
 _METHODS = {"text": ("turn", "muon"), "shakespeare": ("adamw", "turn")}
+_LRS = {"text": None, "shakespeare": [1e-3]}
 
 
 def run(
@@ -84,31 +86,33 @@ def run(
 
     Args:
         experiment: "text" or "shakespeare".
-        data: a text file, plain or .xz; by default the sources of Python's standard library.
-        validation: another text file; by default the last tenth of the text.
-        methods: some of adamw, muon, angularmuown, muonh, and ours, turn and geometric (without a
-            turn); by default turn and muon, or adamw and turn for shakespeare.
-        method: one more method with numbers of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
-            be given again.
+        data: text file to train on, plain or .xz; by default the sources of Python's standard
+            library.
+        validation: text file to validate on; by default the last tenth of the text.
+        methods: methods to train: adamw, muon, angularmuown, muonh, and ours, turn and geometric
+            (without a turn); by default turn and muon, or adamw and turn for shakespeare.
+        method: one more method, with a grid of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
+            be repeated.
         widths: widths of the network.
-        depths: blocks of the network.
-        steps: steps of the optimizer in a run.
-        batch_sizes: windows in a step, over all processes.
-        one_factor: vary width, depth, steps and batch size one at a time, around the first of
-            each, in place of all combinations.
-        turns: degrees by which units turn in a step at the schedule's peak: method turn.
-        lrs: rates of the other methods: adamw's for all, else for hidden matrices.
-        momenta: of hidden matrices, or adamw's first beta.
-        decays: weight decay: of muon's hidden matrices, of all of adamw's.
+        depths: numbers of blocks.
+        steps: numbers of optimizer steps.
+        batch_sizes: windows per step, over all processes together.
+        one_factor: vary width, depth, steps and batch size one at a time around their first
+            values, instead of all combinations.
+        turns: degrees by which the method turn rotates units in a step, at the schedule's peak.
+        lrs: learning rates of the other methods; of hidden matrices, or of everything for adamw;
+            1e-3 for shakespeare.
+        momenta: momenta of hidden matrices, or adamw's first beta.
+        decays: weight decays of muon's hidden matrices, or of everything for adamw.
         rest_lrs: AdamW's rates for embeddings, norms and the output layer.
-        rest_decays: weight decay of embeddings and the output layer, but adamw's.
-        scale_lrs: rates of r, for our methods.
-        schedules: some of linear, cosine, power and hold.
-        seeds: how many, from 0 on.
-        jobs: runs that are trained side by side on this machine's GPU, each in a process of its
-            own: small networks do not fill a GPU alone.
-        storage: share the runs: the URL of a database or the path of a file. Start the same
-            command on each GPU, each with an --out of its own.
+        rest_decays: weight decays of embeddings and the output layer, for methods but adamw.
+        scale_lrs: learning rates of r, for our methods.
+        schedules: schedules of the rates: some of linear, cosine, power and hold.
+        seeds: number of seeds, 0, 1, ...
+        jobs: networks trained side by side on one GPU, each in its own process; small networks
+            leave most of a GPU idle.
+        storage: share a sweep between machines through this file or database URL: start the same
+            command on each, with its own --out.
         settings: `TextSettings` of all runs, such as context and warmup.
 
     Returns:
@@ -133,6 +137,8 @@ def run(
     }
     check_counts(seeds=seeds, jobs=jobs)
     config = _make_config(experiment, axes, settings) | {"seeds": seeds, "one_factor": one_factor}
+    check_used(config)
+    config["lrs"] = config["lrs"] or _LRS[experiment]
     todo = list_tasks(config)  # raises where settings are wrong
     if experiment == "shakespeare" and data is None:
         raise ValueError("shakespeare needs tiny Shakespeare: give its input.txt as --data.")
@@ -287,7 +293,6 @@ SHAKESPEARE = _make_experiment(
         widths=(384,),
         steps=(5000,),
         batch_sizes=(64,),
-        lrs=(1e-3,),
         schedules=("cosine",),
     ),
     layouts=_LAYOUTS,

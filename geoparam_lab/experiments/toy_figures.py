@@ -10,7 +10,14 @@ from matplotlib.figure import Figure
 from geoparam_lab import methods, plots
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
-from geoparam_lab.experiments.toys import Array, Arrays, find_papers_lr, load_medians
+from geoparam_lab.experiments.toys import (
+    Array,
+    Arrays,
+    find_common_lr,
+    find_papers_lr,
+    load_medians,
+    load_motions,
+)
 from geoparam_lab.plots import CYCLE, INK, MUTED
 from geoparam_lab.run_folder import Run
 
@@ -51,8 +58,7 @@ def draw_moves(run: Run) -> Figure:
     rates = run.config["lrs"]
     figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
     for ax, lr in zip(axes[0], rates, strict=True):
-        shown = load_medians(run, "test_rmse", lr)
-        moves = {name: curves["moves"] for name, curves in shown.items()}
+        moves = load_motions(run, "moves", lr)
         plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
         ax.sharey(axes[0, 0])
@@ -80,16 +86,16 @@ def draw_fits(run: Run, data: Regression) -> Figure:
 
 def draw_fit(ax: Axes, data: Regression, curves: Arrays, colour: str) -> None:
     """Draw the network before and after training, and a tick where each unit switches."""
-    grid, units = data.x_test[:, 0], curves["locations"][-1]
+    grid = data.x_test[:, 0]
     start, end = (np.where(np.isfinite(y), y, np.nan) for y in curves["prediction"][[0, -1]])
-    pale: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
-    ax.plot(grid, start, **pale, linestyle=":", label="at start")
-    ax.plot(grid, data.y_test, **pale, linestyle=(0, (4, 2)), label="true function")
+    ax.plot(grid, start, ":", color=MUTED, label="at start")
+    ax.plot(grid, data.y_test, "--", color=MUTED, label="true function")
     ax.plot(grid, end, color=colour, linewidth=2.0, label="network")
     ax.plot(data.x_train[:, 0], data.y_train, "o", color=INK, ms=3.2, label="training data")
+
+    units = curves["locations"][-1]
     inside = units[_find_in_view(units, grid.min(), grid.max())]
-    ticks: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "linewidth": 0.9}
-    ax.vlines(inside, 0, 0.05, color=colour, alpha=0.7, **ticks)
+    ax.vlines(inside, 0, 0.05, color=colour, lw=0.9, transform=ax.get_xaxis_transform())
     ax.set(xlim=(grid.min(), grid.max()), ylabel="y")
     ax.set_xlabel(f"x     (ticks: where units switch; {len(inside)} of {len(units)} in view)")
     ax.locator_params(axis="x", nbins=5)
@@ -99,12 +105,10 @@ def draw_locations(ax: Axes, curves: Arrays, limits: tuple[float, float], colour
     """Draw bars of ticks, one tick a unit: where the units are, from the first step upwards."""
     locations, steps = curves["locations"], curves["steps"]
     chosen = np.unique(np.linspace(0, len(steps) - 1, BARS).round().astype(int))
-    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "size": 8}
     for row, step in enumerate(chosen):
         inside = locations[step][_find_in_view(locations[step], *limits)]
         ax.vlines(inside, row - 0.38, row + 0.38, color=colour, linewidth=1.0, alpha=0.7)
-        ax.annotate(f"{len(inside)}", (1.01, row), va="center", **beside)
-    ax.annotate("in view", (1.01, len(chosen) - 0.3), **beside)
+
     ax.set_yticks(range(len(chosen)), [f"{steps[step]:,.0f}" for step in chosen], size=8)
     ax.grid(visible=False)
     ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
@@ -144,9 +148,8 @@ def draw_path(ax: Axes, locations: Array, points: Array) -> None:
 
 
 def draw_rotations(run: Run) -> Figure:
-    """Draw figure 3i: the largest turn of a unit in each update, at the highest rate."""
-    shown = load_medians(run, "test_accuracy", max(run.config["lrs"]))
-    turns = {name: curves["rotation"] for name, curves in shown.items()}
+    """Draw figure 3i: the largest turn of a unit in each update, all methods at one rate."""
+    turns = load_motions(run, "rotation", find_common_lr(run.config["lrs"]))
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
     return figure

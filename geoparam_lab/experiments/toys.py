@@ -35,7 +35,7 @@ FindErrors = Callable[[Array, Array], Array]
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
 BLOCK = 20  # seeds in a stack
-SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
+SHOWN = 5  # seeds that the slider offers: the first, and the one that moves farthest
 WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}  # quantiles in percent
 TURNS = tuple(
     Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
@@ -130,14 +130,15 @@ def run(
 
     Args:
         toy: which experiment.
-        methods: names of `methods.METHODS`.
-        seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
-        lrs: learning rates, each for every method.
+        methods: methods to train, such as sp, wn, bn, gmp, gmp+imn.
+        seeds: number of initial weights and batch orders: seeds 0, 1, ...
+        lrs: learning rates; every method is trained at each.
         epochs: maximum number of epochs.
-        patience: epochs without a better result before the rate falls; twice that to stop.
-        folds: choose the rate of each method and seed by cross-validation with so many folds of
-            the training points; 0 to show all rates.
-        jobs: how many processes train, by default one a core; numbers do not depend on it.
+        patience: epochs without a better result before the rate is cut to a tenth; training stops
+            after twice as many.
+        folds: choose each seed's rate by cross-validation with this many folds of the training
+            points; 0 shows all rates.
+        jobs: processes that train, by default one per core; results do not depend on it.
         data_options: the experiment's own options, about its data.
     """
     import geoparam_lab.plots  # noqa: F401  fails now, not after training, without it
@@ -167,7 +168,7 @@ def run(
         count = sum(len(stack.keys) for stack in stacks)
         work = functools.partial(_train_stack, toy, data, problem, folds)
         session = Session(folder, work, count, jobs, progress)
-        session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
+        session.spread(stacks)
 
         over_rates = draw_rates(folder, {toy.name.capitalize(): folder.records()}, toy.measure)
         save_figures(folder, toy.draw(folder, data) | over_rates, progress)
@@ -306,26 +307,40 @@ def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
     return min(lrs, key=lambda lr: abs(np.log(lr / methods_table.get(method).lr)))
 
 
-def find_records(run: Run, method: str, lr: float | None = None) -> list[Record]:
-    """Return a method's records at a rate, or else at the papers'."""
-    lr = lr or find_papers_lr(method, run.config["lrs"])
-    return select_records(run.records(), method=method, lr=lr)
+def find_common_lr(lrs: Sequence[float]) -> float:
+    """Return the one rate at which methods are compared: that of the papers' figures 2c and 3i."""
+    return find_papers_lr("gmp", lrs)
 
 
-def compare_gmp_with_sp(
-    run: Run, text: str, measure: str, motion: str, lr: float | None = None
-) -> str:
-    """Return a text with the median results {gmp} and {sp}, and the largest motions {gmp_most} and
-    {sp_most}; empty where one is missing.
+def find_compared(run: Run, method: str) -> list[Record]:
+    """Return a method's records at the common rate, or at the rates that were chosen for it."""
+    if run.config.get("folds"):
+        return select_records(run.records(), method=method, chosen=True)
+    return select_records(run.records(), method=method, lr=find_common_lr(run.config["lrs"]))
+
+
+def compare_gmp_with_sp(run: Run, text: str, measure: str, motion: str) -> str:
+    """Fill a text with what the tables show of GmP and SP; empty where one is missing.
+
+    {gmp} and {sp} are means with their standard errors, {gmp_most} and {sp_most} the largest
+    motions, {rates} says at which rates.
     """
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = {
+        "rates": f"all methods at rate {find_common_lr(run.config['lrs']):g}"
+    }
+    if run.config.get("folds"):
+        numbers["rates"] = "rates chosen by cross-validation"
     for method in ("gmp", "sp"):
-        records = find_records(run, method, lr)
+        records = find_compared(run, method)
         results = [r[measure] for r in records if math.isfinite(r[measure])]
         if not results:
             return ""
-        numbers[method] = float(np.median(results))
-        numbers[f"{method}_most"] = max(record[motion] for record in records)
+        numbers[method] = f"{np.mean(results):.3f}"
+        if len(results) > 1:
+            error = np.std(results, ddof=1) / math.sqrt(len(results))
+            numbers[method] += f" ± {error:.3f}"
+        largest = float(f"{max(record[motion] for record in records):.3g}")
+        numbers[f"{method}_most"] = f"{largest:,.0f}" if largest > 999 else f"{largest:g}"
     return text.format(**numbers)
 
 
@@ -347,27 +362,37 @@ def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, A
     medians = {}
     for method in run.config["methods"]:
         rate = lr or find_papers_lr(method, run.config["lrs"])
-        seed = find_median_seed(find_records(run, method, rate), measure)
-        medians[method] = run.curves(Member(method, rate, seed).name)
+        records = select_records(run.records(), method=method, lr=rate)
+        member = Member(method, rate, find_median_seed(records, measure))
+        medians[method] = run.curves(member.name)
     return medians
 
 
-def film_seeds(
-    run: Run, measure: str, frames: Mapping[str, str], motion: str, per_epoch: int = 1
-) -> Arrays:
-    """Return what the slider shows of training: several seeds, each method at the papers' rate.
+def load_motions(run: Run, name: str, lr: float) -> dict[str, Array]:
+    """Return each method's largest motions in all updates, (seeds, updates), NaN after its end."""
+    motions = {}
+    for method in run.config["methods"]:
+        members = [Member(method, lr, seed) for seed in range(run.config["seeds"])]
+        curves = [run.curves(member.name)[name] for member in members]
+        longest = max(map(len, curves))
+        padded = np.full((len(curves), longest), np.nan)
+        for row, curve in zip(padded, curves, strict=True):
+            row[: len(curve)] = curve
+        motions[method] = padded
+    return motions
+
+
+def film_seeds(run: Run, frames: Mapping[str, str], motion: str, per_epoch: int = 1) -> Arrays:
+    """Return what the slider shows of training: several seeds, all methods at the common rate.
 
     The result has the arrays of `frames`, by their names in the curves, as (S, M, T, ...) on one
     time axis; `motion`, the largest of any update since the frame before; the `steps` of its
-    frames, the methods' titles, the seeds, and the place of each method's median seed among them.
+    frames, the rate, the methods' titles and the seeds.
     """
     config = run.config
-    names = config["methods"]
-    medians = [find_median_seed(find_records(run, name), measure) for name in names]
-    others = [seed for seed in range(config["seeds"]) if seed not in medians]
-    seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
-    rates = {name: find_papers_lr(name, config["lrs"]) for name in names}
-    films = [run.curves(Member(name, rates[name], seed).name) for seed in seeds for name in names]
+    names, lr = config["methods"], find_common_lr(config["lrs"])
+    seeds = choose_seeds(load_motions(run, motion, lr)[names[0]])
+    films = [run.curves(Member(name, lr, seed).name) for seed in seeds for name in names]
 
     aligned = snapshots.align(films, [*frames.values()])
     steps = aligned["steps"]
@@ -378,7 +403,20 @@ def film_seeds(
     shape = (len(seeds), len(names))
     return {name: array.reshape(*shape, *array.shape[1:]) for name, array in shown.items()} | {
         "steps": steps,
+        "rate": np.array(lr),
         "methods": np.array([methods_table.title(name) for name in names]),
         "seeds": np.array(seeds),
-        "median": np.array([seeds.index(seed) for seed in medians]),
     }
+
+
+def choose_seeds(motions: Array) -> list[int]:
+    """Return the seeds of a slider by their motions: the first, and the one that moves most.
+
+    Example:
+        >>> choose_seeds(np.array([*[[1.0]] * 18, [9.0], [2.0]]))
+        [0, 1, 2, 3, 18]
+    """
+    known = np.where(np.isfinite(motions), motions, 0.0)
+    farthest = int(known.max(axis=1).argmax())
+    first = [seed for seed in range(len(motions)) if seed != farthest]
+    return sorted([farthest, *first[: SHOWN - 1]])

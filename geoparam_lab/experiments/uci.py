@@ -218,19 +218,19 @@ def run(
     """Train all methods on all splits of all sets; write records to a folder.
 
     Args:
-        datasets: names of the sets; levy2, levy4 and levy8 are Levy's function summed over so
-            many inputs.
-        methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
-        protocol: "paper", where the test split decides when to stop, "heldout", or "cv", where
-            rates are chosen by cross-validation.
-        seeds: how many random splits.
-        data: folder with the data, before $GEOPARAM_DATA, the cache and the network.
-        lrs: learning rates for every method; by default the papers' own under "paper", and the
-            papers' grid under "heldout", and up to 3.0 under "cv".
-        epochs: the most there are.
-        batch_size: rows in a step, or "full" for all, as in the papers' text.
-        folds: of the training part, under "cv"; by default 5.
-        jobs: how many processes work; by default as many as there are cores.
+        datasets: data sets to train on; levy2, levy4 and levy8 are Levy's function summed over 2,
+            4 and 8 inputs.
+        methods: methods to train, with options after a colon, as in wn+mbn:mbn=before.
+        protocol: how training stops and rates are chosen: "paper" stops by the test split,
+            "heldout" by a validation part, "cv" also chooses rates by cross-validation.
+        seeds: number of random splits.
+        data: folder with the data; searched before $GEOPARAM_DATA, the cache and the network.
+        lrs: learning rates; by default the papers' own under "paper", the papers' grid under
+            "heldout", and that grid up to 3.0 under "cv".
+        epochs: maximum number of epochs.
+        batch_size: rows per step, or "full" for all of them, as in the papers' text.
+        folds: number of folds under "cv"; by default 5.
+        jobs: processes that train, by default one per core; results do not depend on it.
     """
     check_names("each of datasets", (*NAMES, *COPIES), *datasets)
     check_names("protocol", PROTOCOLS, protocol)
@@ -324,8 +324,8 @@ def _finding(run: Run) -> str:
         return ""
     winners = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
     return (
-        f"UCI ({run.config['protocol']} protocol): of {len(sets)} data sets, the lowest mean test "
-        f"RMSE has {winners}."
+        f"UCI, {run.config['protocol']} protocol: lowest mean test RMSE on {len(sets)} data sets: "
+        f"{winners}."
     )
 
 
@@ -333,7 +333,7 @@ def _explain_mismatch(config: Config) -> str:
     """Say why a run cannot be compared with the papers; empty where it can."""
     if config.get("protocol", "paper") == "paper":
         return ""
-    return "The papers' protocol is another"
+    return "The papers use another protocol"
 
 
 _DECIDED = {

@@ -14,24 +14,24 @@ from geoparam_lab.plots.method_styles import curve_styles, legend_beside
 def displacement_curves(
     curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True
 ) -> Axes:
-    """Draw the largest move of any location in each step, (steps,) for each method.
+    """Draw the largest move of any location in each step, (seeds, steps) for each method.
 
-    The axis is in powers of 2. Every value is a thin line, so that no jump is hidden; the
-    running median is in bold.
+    The axis is in powers of 2. The largest of any seed is a thin line, so that no jump is hidden;
+    the running median over seeds and steps is bold. NaN is after a seed's end.
 
     Example:
         >>> ax = Figure().subplots()
-        >>> curves = {"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)}
+        >>> curves = {"sp": 2.0 ** np.arange(16)[None], "gmp": np.full((3, 16), 0.1)}
         >>> _ = displacement_curves(curves, ax=ax)
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['SP', 'GmP']
     """
     for style, curve in zip(curve_styles(curves), curves.values(), strict=True):
-        values = np.asarray(curve, dtype=float)
-        at = np.arange(len(values))
-        ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
-        centres, medians = _medians(at, values)
-        ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
+        values = _loggable(np.asarray(curve, dtype=float))
+        largest = np.fmax.reduce(values, axis=0)
+        ax.plot(largest, color=style.colour, linewidth=0.5, alpha=0.3, zorder=1.5)
+        centres, medians = _medians(values)
+        ax.plot(centres, medians, **style.line, linewidth=1.8, label=style.title)
     ax.margins(x=0)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="largest move of a location, max |Δφ|")
@@ -56,9 +56,13 @@ def _loggable(values: np.ndarray) -> np.ndarray:
     return np.where((values > 0) & np.isfinite(values), values, np.nan)
 
 
-def _medians(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Centres of 100 equal stretches of the curve, and the median of what is finite in each."""
-    parts = np.array_split(np.arange(len(values)), min(100, len(values)))
-    known = [values[p][np.isfinite(values[p])] for p in parts]
-    middle = [np.median(v) if len(v) else np.nan for v in known]
-    return np.array([at[p].mean() for p in parts]), np.array(middle)
+def _medians(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centres of 100 equal stretches of the steps, and the median of what is finite in each."""
+    steps = np.arange(values.shape[1])
+    centres, medians = [], []
+    for stretch in np.array_split(steps, min(100, len(steps))):
+        part = values[:, stretch]
+        known = part[np.isfinite(part)]
+        centres.append(stretch.mean())
+        medians.append(np.median(known) if len(known) else np.nan)
+    return np.array(centres), np.array(medians)

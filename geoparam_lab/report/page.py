@@ -53,7 +53,7 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
     titles = list(dict.fromkeys(find_experiment(r).make_title(r.config) for r in opened))
     return _load_template().render(
-        title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
+        title=", ".join(titles) if len(titles) <= 3 else f"{len(titles)} experiments",
         findings=_say_each(opened, lambda run: find_experiment(run).finding(run)),
         limits=_say_each(opened, lambda run: find_experiment(run).describe_limits(run)),
         runs=[_describe(run, number) for number, run in enumerate(opened)],
@@ -93,13 +93,19 @@ def unbroken(text: str) -> str:
 
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
-    """Return what experiments say of runs, once each; nothing where a run lacks what it needs."""
-    sentences: dict[str, None] = {}
+    """Return what experiments say of runs, once each; nothing where a run lacks what it needs.
+
+    With several runs of one experiment, the folders are named.
+    """
+    by_sentence: dict[str, list[str]] = {}
     for run in runs:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
             if sentence := what(run):
-                sentences[sentence] = None
-    return list(sentences)
+                by_sentence.setdefault(sentence, []).append(run.folder.resolve().name)
+    names = [run.info["experiment"] for run in runs]
+    if len(set(names)) == len(names):
+        return list(by_sentence)
+    return [f"{said} ({', '.join(folders)})" for said, folders in by_sentence.items()]
 
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
@@ -124,9 +130,24 @@ def _find_slider(run: Run) -> dict[str, Any] | None:
     if shown is None or curve not in run.curve_names():
         return None
     try:
-        return {"film": pack_slider(run.curves(curve)), "shown": shown, "error": None}
-    except (ValueError, OSError, KeyError, EOFError) as error:
+        arrays = run.curves(curve)
+        start = find_largest(arrays[[*shown.strips][-1]])
+        film = pack_slider(arrays)
+    except (ValueError, OSError, KeyError, EOFError, IndexError) as error:
         return {"curve": curve, "error": str(error)}
+    return {"film": film, "shown": shown, "start": start, "error": None}
+
+
+def find_largest(motions: Array) -> tuple[int, int]:
+    """Return the seed and the frame of the first method's largest motion: a slider opens there.
+
+    Example:
+        >>> find_largest(np.array([[[0.1, 0.2]], [[0.1, 9.0]], [[0.3, np.nan]]]))
+        (1, 1)
+    """
+    known = np.nan_to_num(motions[:, 0], nan=0.0, posinf=0.0)
+    seed, frame = np.unravel_index(known.argmax(), known.shape)
+    return int(seed), int(frame)
 
 
 def _read_figure(folder: Path, path: Path) -> dict[str, Any]:
@@ -152,7 +173,7 @@ def _read_figure(folder: Path, path: Path) -> dict[str, Any]:
     }
 
 
-_ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
+_ABOUT = ("kind", "methods", "seeds", "steps")  # what is shown; the rest is numbers
 
 
 def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -161,6 +182,7 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     Arrays over training have the axes seeds, methods, frames, and more.
     """
     about = {name: arrays[name].tolist() for name in _ABOUT}
+    about["rate"] = arrays["rate"].item() if "rate" in arrays else None  # of older runs: unknown
     styles = curve_styles(about["methods"])
     dashes = []  # in widths of the line; none for a solid line
     for style in styles:
@@ -169,7 +191,7 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
         "colours": [style.colour for style in styles],
         "dashes": dashes,
         "units": list(CYCLE),
-        "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
+        "arrays": {name: pack(array) for name, array in arrays.items() if name not in about},
     }
 
 

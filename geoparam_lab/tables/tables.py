@@ -1,7 +1,8 @@
 """Tables from the records of a run: means over seeds or splits, beside the papers' numbers.
 
 All tables have one shape. A row is a method at one data set, batch size or rate; columns are its
-mean, the papers' number, the range, the difference to a baseline, and what else is known of it.
+mean, the papers' number, the difference to a baseline, and then the range and what else is known
+of it. Where these would be more than fit a terminal, they are a second table, the details.
 
 Nothing is left out. A run that diverged is counted, and what it left behind that is finite is in
 the mean, since dropping it would favour the method.
@@ -28,21 +29,22 @@ from geoparam_lab.tables.rows import Row, arrange, sample
 
 OVERLAP = TEST_SHARE / (1 - TEST_SHARE)  # of random splits: test points over training points
 LEVEL, LEAST = 0.05, 5  # of tests: the p-value below which a difference is marked, and its n
+MOST_COLUMNS, FEW = 8, 2  # of a table that is not divided; of details that stay in it
 
 _MEANS = (
-    "Mean ± standard error over n seeds or splits. A run that diverged is counted; its result is "
-    "in the mean if it is finite."
+    "Mean ± standard error over n seeds or splits. Diverged runs are counted, and are in the mean "
+    "if their result is finite."
 )
 _PAPERS = (
-    "≈ at most two combined standard errors from ours, rounding allowed for; ≠ further; no mark "
-    "where the papers have one seed or another rate."
+    "≈ within two combined standard errors of ours, allowing for rounding; ≠ further apart; no "
+    "mark where the papers have one seed or another rate."
 )
 _DIFFERENCES = (
-    "A difference is the mean over seeds or splits of a method's result minus the baseline's, "
-    "both at the settings that were chosen for them, or else at the method's rate if the baseline "
-    f"has several. * p below {LEVEL:g} in a t-test, made from n = {LEAST} on; for splits of one "
-    "data set corrected for the points they share (Nadeau and Bengio); ** also after Holm's "
-    "correction for the k differences in the column."
+    "Minus: the mean over seeds or splits of a method's result minus the baseline's, both at the "
+    "settings chosen for them, or at the method's rate if the baseline has several. * p below "
+    f"{LEVEL:g} in a t-test, with n at least {LEAST}; for splits of one data set corrected for "
+    "the points they share (Nadeau and Bengio); ** also after Holm's correction for the k "
+    "differences in the column."
 )
 
 Column = tuple[str, list[str]]  # a heading, and a cell for each row
@@ -69,7 +71,7 @@ def export(runs: Iterable[Run], baseline: str | None = None) -> str:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
     raise ValueError(
         "no table can be made: the records have no field that tables show; the known experiments "
-        f"are {', '.join(experiments.EXPERIMENTS)}."
+        f"are {', '.join(experiments.ENTRIES)}."
     )
 
 
@@ -111,7 +113,7 @@ def from_records(
         ...            for method, rmse in (("sp", 1.0), ("gmp", 0.4)) for seed in range(3)]
         >>> [table] = from_records(records, "levy")
         >>> table.rows[1]
-        ('GmP', '0.500 ± 0.058', '0.496', '0.400 to 0.600', '-0.600 ± 0.000', '3')
+        ('GmP', '0.500 ± 0.058', '0.496', '-0.600 ± 0.000', '3', '0.400 to 0.600')
     """
     experiment = experiments.find(name)
     known = [record for record in records if isinstance(record.get("method"), str)]
@@ -128,50 +130,76 @@ def from_records(
         names = {name for record in selected for name in record}
         measures = [measure for measure in layout.measures if measure.name in names]
         if measures:
-            tables.append(_make_table(experiment, layout, measures, selected, config or {}))
+            tables += _make_tables(experiment, layout, measures, selected, config or {})
     return tables
 
 
-def _make_table(
+def _make_tables(
     experiment: Experiment,
     layout: Layout,
     measures: Sequence[Measure],
     records: Sequence[Record],
     config: Config,
-) -> Table:
+) -> list[Table]:
+    """Return a layout's table, or its results and its details where it has many columns."""
     results = {measure.name for measure in measures}
     known = [r for r in records if results & r.keys() or r.get("outcome") == "diverged"]
     rows = arrange(known, layout.keys)
 
-    columns = [("method", [methods.title(row.method) for row in rows])]
+    titles = [experiment.names.get(row.method) or methods.title(row.method) for row in rows]
+    names: list[Column] = [("method", titles)]
     for i, title in enumerate(layout.keys.values()):
-        columns.append((title, [name_value(experiment, row.keys[i]) for row in rows]))
-    columns.append(("rate", [row.rate_text for row in rows]))
-    for measure in measures:
-        columns += _make_columns(experiment, layout, measure, rows, config)
-    columns.append(("n", [_count(row, measures[0]) for row in rows]))
-    columns.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
-    columns.append(("collapsed", [f"{_count_collapsed(row) or EMPTY}" for row in rows]))
-    for detail in (*_find_times(known), *layout.details):
-        columns.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
+        names.append((title, [name_value(experiment, row.keys[i]) for row in rows]))
+    rates: list[Column] = [("rate", [row.rate_text for row in rows])]
+    has_several_rates = len({(row.method, row.keys) for row in rows}) < len(rows)
+    if has_several_rates:
+        names += rates
 
-    kept = [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
-    headings = tuple(title for title, _ in kept)
-    notes = _explain(experiment, measures[0], known, config, headings)
-    lines = zip(*(cells for _, cells in kept), strict=True)
-    return Table(layout.title, headings, tuple(lines), (*notes, *layout.notes))
+    main: list[Column] = []
+    details: list[Column] = []
+    for measure in measures:
+        main += _make_columns(experiment, layout, measure, rows, config)
+        if layout.compare:
+            title = "range" if len(measures) == 1 else f"range, {measure.title}"
+            ours = [row.estimate(measure.name) for row in rows]
+            details.append((title, [estimates.format_range(e, measure.digits) for e in ours]))
+    main.append(("n", [_count(row, measures[0]) for row in rows]))
+    main.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
+    main.append(("collapsed", [f"{_count_collapsed(row) or EMPTY}" for row in rows]))
+    if not has_several_rates:
+        main += rates
+    for detail in (*_find_times(known), *layout.details):
+        details.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
+
+    names, main, details = (_drop_empty(columns) for columns in (names, main, details))
+    notes = tuple(_explain(experiment, measures[0], known, config, [title for title, _ in main]))
+    if len(details) <= FEW or len(names) + len(main) + len(details) <= MOST_COLUMNS:
+        return [_join(layout.title, [*names, *main, *details], (*notes, *layout.notes))]
+    title = f"{layout.title}: details" if layout.title else "Details"
+    return [
+        _join(layout.title, [*names, *main], notes),
+        _join(title, [*names, *details], layout.notes),
+    ]
+
+
+def _drop_empty(columns: Iterable[Column]) -> list[Column]:
+    return [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
+
+
+def _join(title: str, columns: Sequence[Column], notes: tuple[str, ...]) -> Table:
+    rows = zip(*(cells for _, cells in columns), strict=True)
+    return Table(title, tuple(heading for heading, _ in columns), tuple(rows), notes)
 
 
 def _make_columns(
     experiment: Experiment, layout: Layout, measure: Measure, rows: Sequence[Row], config: Config
 ) -> Iterator[Column]:
-    """Yield the columns of a measure: ours, the papers', the range, differences."""
+    """Yield the columns of a measure: ours, the papers', differences."""
     ours = [row.estimate(measure.name) for row in rows]
     yield measure.title, [estimates.format_estimate(each, measure.digits) for each in ours]
     if not experiment.mismatch(config):
         yield _make_papers_column(experiment, measure, rows, ours)
     if layout.compare:
-        yield "range", [estimates.format_range(each, measure.digits) for each in ours]
         for title, pairs in find_pairs(experiment, measure.name, rows).items():
             yield _make_difference_column(title, pairs, measure, rows)
 
@@ -236,7 +264,7 @@ def find_pairs(
             have_papers_rates = all(r.rates == {rates.get(r.method)} for r in (row, base))
             if len(bases) > 1 and have_papers_rates:
                 papers[row] = base
-    title = f"difference to {methods.title(baseline)}"
+    title = f"minus {methods.title(baseline)}"
     return {title: same, f"{title}, papers' rates": papers}
 
 
@@ -333,5 +361,5 @@ def _explain(
         yield _PAPERS
     elif measure.name in experiment.papers and (reason := experiment.mismatch(config)):
         yield f"{reason}: the papers' numbers are not shown here."
-    if any(heading.startswith("difference") for heading in headings):
+    if any(heading.startswith("minus") for heading in headings):
         yield _DIFFERENCES

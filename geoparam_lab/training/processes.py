@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,6 +50,21 @@ def check_jobs(accelerator: "Accelerator", jobs: int, storage: str | None) -> No
             "jobs are runs side by side on one GPU: use them without torchrun and without "
             f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
         )
+
+
+@contextlib.contextmanager
+def prepare_run(
+    settings: Any, precision: str, accelerator: "Accelerator | None" = None
+) -> Iterator["Accelerator"]:
+    """Yield the Accelerator of one run, this or a new one, with torch's seed and switches set."""
+    accelerator = accelerator or make_accelerator(precision)
+    check_processes(accelerator, precision, settings.batch_size, settings.accumulate)
+    seed = settings.seed + accelerator.process_index
+    with prepare_torch(seed, settings.deterministic, accelerator.device):
+        try:
+            yield accelerator
+        finally:
+            accelerator.free_memory()  # else it keeps the networks of all runs
 
 
 @contextlib.contextmanager

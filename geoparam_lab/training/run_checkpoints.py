@@ -14,7 +14,7 @@ import pickle
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,86 +26,46 @@ from geoparam.storage import replacing
 State = dict[str, Any]
 
 CHECKPOINT, BEFORE, WEIGHTS = "checkpoint.pt", "checkpoint-before.pt", "weights.pt"
-FINISHED = "finished"  # names the files of a finished run that are whole
+FINISHED = "finished"  # an empty file beside the files of a run that has ended: they are whole
 _WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class Resumable(Protocol):
-    """A run in progress."""
-
-    is_main: bool  # in the process that writes
-
-    def load_state_dict(self, state: State) -> None: ...
-
-
-def resume(training: Resumable, folder: Path) -> State | None:
-    """Let a run go on from the checkpoint in its folder, and return that; None if there is none.
-
-    All processes call it.
-    """
-    from accelerate.utils import broadcast_object_list
-
-    [state] = broadcast_object_list([read(folder) if training.is_main else None])
-    if state is None:
-        return None
-    try:
-        training.load_state_dict(state)
-    except (RuntimeError, LookupError, ValueError) as error:
-        raise ValueError(
-            f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
-            "the run starts anew."
-        ) from error
-    return state
 
 
 def write(path: Path, state: State) -> None:
     """Write a state in place of the one there, whole or not at all."""
     with replacing(path) as unfinished:
-        _save(unfinished, state)
-
-
-def write_checkpoint(folder: Path, state: State) -> None:
-    """Write the checkpoint of a run, and keep the one before."""
-    last = folder / CHECKPOINT
-    with replacing(last) as unfinished:
-        _save(unfinished, state)
-        if last.exists():
-            last.replace(folder / BEFORE)
-
-
-def _save(path: Path, state: State) -> None:
-    torch.save(state, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # a power failure must not leave an empty file
+        torch.save(state, unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # a power failure must not leave an empty file
+        if path.name == CHECKPOINT and path.exists():
+            path.replace(path.with_name(BEFORE))
 
 
 def read(folder: Path) -> State | None:
-    """Return the last state in a folder that can be read; None where there is none."""
-    paths = [path for name in (CHECKPOINT, BEFORE) if (path := folder / name).exists()]
-    errors = []
-    for path in paths:
+    """Return the last checkpoint in a folder that can be read; None where there is none."""
+    damaged = []
+    for path in (folder / CHECKPOINT, folder / BEFORE):
+        if not path.exists():
+            continue
         try:
             state = _load(path)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            errors.append(f"{path} is damaged ({type(error).__name__})")
+        except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+            damaged.append(str(path))
             continue
-        if errors:
-            print(f"{errors[0]}. The run goes on from {path.name}.", file=sys.stderr)
+        if damaged:
+            print(f"{damaged[0]} is damaged. The run goes on from {path.name}.", file=sys.stderr)
         return state
-    if errors:
-        raise ValueError(f"{', and '.join(errors)}. Remove what is there: the run starts anew.")
+
+    if damaged:
+        names = " and ".join(damaged)
+        raise ValueError(f"damaged: {names}. Remove what is there, and the run starts anew.")
     return None
 
 
 def _load(path: Path) -> State:
     """Return the state in a file, after comparing its checksums, which torch leaves out."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except zipfile.BadZipFile as error:
-        raise RuntimeError(str(error)) from error
-    if damaged is not None:
-        raise RuntimeError(f"{damaged} has another checksum")
+    with zipfile.ZipFile(path) as archive:
+        if entry := archive.testzip():
+            raise zipfile.BadZipFile(f"{entry} has another checksum")
     state: State = torch.load(path, map_location="cpu", weights_only=True)
     return state
 

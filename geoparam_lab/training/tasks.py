@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -103,21 +102,16 @@ class Session:
         self.keys = {run.key_of(record) for record in run.records()}
         self.open: dict[Any, float] = {}  # records that are left of each task that has begun
 
-    def spread(self, tasks: Iterable[Any], patient: bool = False) -> None:
-        """Do the tasks that are not done, in this order.
-
-        If patient, Ctrl-C lets the tasks end that have begun; a second one stops at once.
-        """
+    def spread(self, tasks: Iterable[Any]) -> None:
+        """Do the tasks that are not done, in this order."""
         todo = [task for task in tasks if not self._is_done(task)]
-        work = self._work_in_processes if min(self.jobs, len(todo)) > 1 else self._work_here
-        with (
-            _note_interrupts(patient) as interrupts,
-            contextlib.closing(work(todo, interrupts)) as results,
-        ):
+        if min(self.jobs, len(todo)) < 2:
+            for task in todo:
+                self._keep(task, self._do(task))
+            return
+        with contextlib.closing(self._work_in_processes(todo)) as results:
             for task, done in results:
                 self._keep(task, done)
-        if interrupts:
-            raise KeyboardInterrupt
 
     def share(self, tasks: Sequence[Any], study: Any, value: str) -> None:
         """Do the tasks with every process that makes this call, and return when all are done.
@@ -187,18 +181,13 @@ class Session:
         with limit_threads(self.threads):
             return self.work(task, throttle(functools.partial(self._report, task), INTERVAL))
 
-    def _work_here(self, todo: Sequence[Any], interrupts: list[int]) -> Results:
-        for task in todo:
-            if not interrupts:
-                yield task, self._do(task)
-
-    def _work_in_processes(self, todo: Sequence[Any], interrupts: list[int]) -> Results:
+    def _work_in_processes(self, todo: Sequence[Any]) -> Results:
         context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         ticks, stop = context.Queue(), context.Event()
         jobs = min(self.jobs, len(todo))
         with ProcessPoolExecutor(jobs, context, _start_worker, (ticks, stop)) as pool:
             try:
-                with _handle_interrupts(signal.SIG_IGN):  # which processes started here inherit
+                with _ignore_interrupts():  # which processes started here inherit
                     tasks = {pool.submit(_call, self.work, t, n): t for n, t in enumerate(todo)}
                 left = set(tasks)
                 while left:
@@ -209,8 +198,6 @@ class Session:
                     # An error ends the loop: what finished beside it is kept first.
                     for future in sorted(finished, key=lambda f: f.exception() is not None):
                         yield tasks[future], future.result()
-                    if interrupts:
-                        left = {future for future in left if not future.cancel()}
             except BrokenProcessPool as error:
                 raise RuntimeError(
                     "a working process ended without a word: killed, or out of memory; or a "
@@ -234,31 +221,16 @@ def limit_threads(threads: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handle_interrupts(handler: Any) -> Iterator[None]:
-    """Install a handler of Ctrl-C; only the main thread receives it, or may change that."""
+def _ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C; only the main thread receives it, or may change that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _note_interrupts(patient: bool) -> Iterator[list[int]]:
-    """If patient, note the first Ctrl-C in a list; the second is handled as usual."""
-    interrupts: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, frame: object) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, before)
-        print("\nFinishing what has begun. Ctrl-C again stops at once.", file=sys.stderr)
-
-    with _handle_interrupts(note) if patient else contextlib.nullcontext():
-        yield interrupts
 
 
 def throttle(function: Callable[..., None], seconds: float) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from geoparam.analysis import SReLU, breaks
 from geoparam.analysis.activations import Breaks
-from geoparam.trace import trace
+from geoparam.model.trace import trace
 
 D = {"dtype": torch.float64}
 

@@ -16,7 +16,7 @@ import geoparam as gp
 from geoparam.analysis import SReLU
 from geoparam.analysis.max_pool import MaxPool
 from geoparam.analysis.patterns import Pattern, pack, patterns
-from geoparam.trace import trace
+from geoparam.model.trace import trace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

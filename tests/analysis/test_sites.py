@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from geoparam import GmPLinear, convert_
 from geoparam.analysis import Boundaries, SReLU, boundaries, breaks, layer_boundaries
 from geoparam.analysis.sites import find_sites
-from geoparam.inspection import unwrap
+from geoparam.model.run import unwrap
 
 D = {"dtype": torch.float64}
 UNITS, FAN_IN = 6, 5

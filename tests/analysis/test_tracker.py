@@ -241,6 +241,17 @@ def test_angular_layers_tell_their_products_of_cosines() -> None:
     assert np.isnan(history["2"]["smallest_product"]).all()
 
 
+def test_a_layer_norm_does_not_change_the_products_of_cosines() -> None:
+    """It centres the directions, but the layer's angles are what they were."""
+    layer = gmp(5, 4)
+    inputs = torch.zeros(2, 5, dtype=TYPE)
+    products = []
+    for norm in (nn.Identity(), nn.LayerNorm(4, dtype=TYPE)):
+        history = record(nn.Sequential(layer, norm, nn.ReLU()), example_inputs=inputs)["0"]
+        products.append((history["smallest_product"], history["negligible_metric"]))
+    np.testing.assert_allclose(products[0], products[1], rtol=1e-12)
+
+
 def test_a_smooth_activation_leaves_rotation_alone() -> None:
     model = nn.Sequential(linear(3, 8), nn.GELU(), linear(8, 1))
     tracker = BoundaryTracker(model, probe=torch.randn(5, 3, dtype=TYPE))
@@ -476,6 +487,26 @@ def test_a_state_of_another_model_is_refused(steps: int) -> None:
     assert tracker.state_dict()["step"] == 0
 
 
+DAMAGES: dict[str, Callable[[dict], object]] = {
+    "no directions": lambda state: state.pop("directions"),
+    "directions that are text": lambda state: state.update(directions="0"),
+    "a row for all": lambda state: state["directions"].update({"": torch.zeros(1, 3)}),
+    "a sign for all": lambda state: state.update(sign=torch.zeros(1)),
+    "no distances": lambda state: state.pop("distances"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_state_is_refused(damage: Callable[[dict], object]) -> None:
+    model = nn.Linear(3, 2)
+    tracker = BoundaryTracker(model, every=2, example_inputs=X)
+    tracker.step()
+    state = tracker.state_dict()
+    damage(state["snapshot"])
+    with pytest.raises(ValueError, match="state is damaged: .* a tensor of shape"):
+        BoundaryTracker(model, every=2, example_inputs=X).load_state_dict(state)
+
+
 def test_a_state_that_is_kept_is_not_overwritten_by_later_records() -> None:
     model = network("sp")
     tracker = BoundaryTracker(model, schedule=lambda step: step != 2)
@@ -487,10 +518,56 @@ def test_a_state_that_is_kept_is_not_overwritten_by_later_records() -> None:
         assert torch.equal(state["snapshot"]["directions"][name], rows)
 
 
-def test_blocks_of_rows_give_what_all_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, others = torch.randn(2, 7, 5, dtype=TYPE).unbind()
-    whole = snapshot.map_blocks(snapshot.measure_difference, rows, others)
-    torch.testing.assert_close(whole, (rows - others).norm(dim=1))
-    monkeypatch.setattr(snapshot, "BLOCK", 10)
-    blocks = snapshot.map_blocks(snapshot.measure_difference, rows, others)
-    torch.testing.assert_close(blocks, whole)
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("angle", [0.0, 1e-5, 1e-3, 1.0])
+def test_float32_rows_have_the_turns_and_lengths_of_float64(
+    monkeypatch: pytest.MonkeyPatch, angle: float, columns: bool
+) -> None:
+    """At rest the turn is exactly 0; rows may be columns in memory; blocks make no difference."""
+    monkeypatch.setattr(snapshot, "BLOCK", 5000)
+    random = torch.Generator().manual_seed(0)
+    first, other = torch.randn(2, 9, 2000, generator=random, dtype=TYPE)
+    u = first / first.norm(dim=1, keepdim=True)
+    v = other - (other * u).sum(dim=1, keepdim=True) * u
+    v /= v.norm(dim=1, keepdim=True)
+    second = 3.0 * (np.cos(angle) * u + np.sin(angle) * v)
+    if angle == 0:
+        second = first
+
+    before, after = first.float(), second.float()
+    if columns:
+        before, after = before.t().contiguous().t(), after.t().contiguous().t()
+    directions = torch.zeros_like(before)
+    snapshot.turn_rows(directions, before)
+    lengths, moves = snapshot.turn_rows(directions, after)
+    torch.testing.assert_close(lengths.double(), second.norm(dim=1), rtol=5e-7, atol=0)
+    ones = torch.ones(9, dtype=TYPE)
+    torch.testing.assert_close(directions.double().norm(dim=1), ones, rtol=5e-7, atol=0)
+    turns = 2 * (moves.double() / 2).asin()
+    expected = torch.full_like(turns, angle)
+    torch.testing.assert_close(turns, expected, rtol=1e-3, atol=0)
+
+
+class Failing(UnitQuantity):
+    """Fails in its second record."""
+
+    name = "failing"
+    calls = 0
+
+    def measure(self, interval: Interval) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return interval.now.scale
+
+
+def test_after_a_record_that_was_broken_off_the_next_turns_are_unknown() -> None:
+    """The directions have been turned, but nobody knows by how much since the last record."""
+    model = network("sp")
+    tracker = BoundaryTracker(model, example_inputs=ZEROS, quantities=["rotation", Failing()])
+    train(model, 1, tracker.step)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, 1, tracker.step)
+    train(model, 2, tracker.step)
+    turns = tracker.history["0"]["rotation_max"]
+    assert np.isnan(turns).tolist() == [False, True, False]

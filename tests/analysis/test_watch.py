@@ -234,3 +234,10 @@ def test_an_optimizer_that_accelerate_wrapped_is_watched() -> None:
     tracker = gp.watch(model, wrapped, example_inputs=PROBE)
     train(model, wrapped, 2)
     assert tracker.history.steps.tolist() == [1, 2]
+
+
+def test_an_optimizer_of_another_model_is_warned_of() -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="has none of the model's parameters"):
+        gp.watch(model, optimizer)

@@ -194,7 +194,7 @@ def test_a_part_of_a_converted_model_does_not_fold() -> None:
 def test_a_model_that_was_never_trained_is_noticed() -> None:
     model = TwoConvs()
     model.norm1.reset_running_stats(), model.norm2.reset_running_stats()
-    with pytest.warns(UserWarning, match="pass init='glorot'; .*pretrained=True"):
+    with pytest.warns(UserWarning, match="pass norm='imn' and init='glorot'; .*pretrained=True"):
         gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=X)
     for options in ({"pretrained": True}, {"init": "glorot"}):  # a warning would be an error
         gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=X, **options)
@@ -214,7 +214,7 @@ def test_a_model_without_batchnorm_is_noticed() -> None:
 def test_norm_needs_example_inputs_and_a_known_name() -> None:
     with pytest.raises(ValueError, match="example_inputs"):
         gp.convert_(TwoConvs(), norm="imn", pretrained=True)
-    with pytest.raises(ValueError, match="norm is None or 'imn'"):
+    with pytest.raises(ValueError, match="norm is None, 'imn' or 'fold'"):
         gp.convert_(TwoConvs(), norm="bn")
 
 

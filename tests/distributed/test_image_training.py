@@ -147,8 +147,8 @@ def test_means_that_are_not_synchronised_are_the_main_processes() -> None:
     both = accelerator()
     with pytest.warns(UserWarning, match="synchronises BatchNorm on GPUs alone"):
         training = Training(settings("bn"), source(), both)
-    training.train_epoch()
-    training.end_epoch()
+    training.train_part()
+    training.end_part()
     found = torch.cat([buffer.reshape(-1).float() for buffer in training.model.buffers()])
     theirs = found.clone()
     dist.broadcast(theirs, src=0)

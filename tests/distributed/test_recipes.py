@@ -20,7 +20,11 @@ LEAVE = "\nimport os\n\nos._exit(0)\n"
 
 
 @pytest.mark.parametrize(
-    "title", ["Accelerate", *(pytest.param(t, marks=pytest.mark.slow) for t in ("DDP", "FSDP2"))]
+    "title",
+    [
+        "Accelerate",
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("DDP", "FSDP2", "Converted")),
+    ],
 )
 def test_script_runs(title: str, tmp_path: Path) -> None:
     if title == "Accelerate":

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from geoparam_lab.experiments import EXPERIMENTS
+from geoparam_lab.experiments.uci import EXPERIMENT
 from geoparam_lab.run_folder import Record, Run
 
 Array = np.ndarray
@@ -46,7 +46,7 @@ def uci_records(protocol: str = "paper", splits: int = 10) -> list[Record]:
     for dataset in SETS:
         luck = rng.standard_normal(splits)
         for method in METHODS:
-            printed = EXPERIMENTS["uci"].find_printed("test_rmse", method, dataset)
+            printed = EXPERIMENT.find_printed("test_rmse", method, dataset)
             assert printed is not None
             spread = 2 * ((printed.error or 0.0) + 1e-4)
             values = printed.value + spread * (luck + 0.3 * rng.standard_normal(splits))
@@ -92,8 +92,7 @@ def add_seeds(arrays: dict[str, Array], seeds: tuple[int, ...] = (0, 3)) -> dict
         for name, array in arrays.items()
         if name not in shared
     }
-    median = np.array([0, 1, 0, 0])
-    return {**arrays, **several, "seeds": np.array(seeds), "median": median}
+    return {**arrays, **several, "seeds": np.array(seeds)}
 
 
 def levy_slider(frames: int, units: int = 40) -> dict[str, Array]:

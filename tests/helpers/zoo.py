@@ -6,6 +6,7 @@ the ones that must stay. Everything is built from a configuration: nothing is do
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def image(size: int) -> Callable[[], tuple[torch.Tensor]]:
 def torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         models = pytest.importorskip("torchvision.models")
-        return getattr(models, name)(**options)
+        return attrgetter(name)(models)(**options)
 
     return build
 

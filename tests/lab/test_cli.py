@@ -1,8 +1,10 @@
 """The command line, called as a user calls it."""
 
 import dataclasses
+import importlib.metadata
 import inspect
 import io
+import os
 import runpy
 import shutil
 import subprocess
@@ -20,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import geoparam as gp
-from geoparam import cli
-from geoparam_lab.cli import running, runs
-from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
+from geoparam_lab import cli, experiments
+from geoparam_lab.cli import running, runs, tools
+from geoparam_lab.experiments import ENTRIES, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.images.loop import Training
 
@@ -62,7 +64,7 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     assert status == 0 and errors == ""  # no bars where there is no terminal
     assert "by 65° under SP" in printed.replace("\n", " ")
     assert len(Run.open(out / "levy").records()) == 4 * 2
-    assert "does not show" in printed and "generated" in printed
+    assert "None of this shows" in printed and "generated" in printed
     assert str(out / "report.html") in printed.replace("\n", "")
     page = (out / "report.html").read_text()
     assert "<html" in page[:500] and page.count("data-slider id=") >= 2
@@ -96,7 +98,10 @@ def test_run_prints_the_table_and_where_everything_is(
     [
         ("levy --methods sp,spp", "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
         ("banana --source here", "KEEL, generated"),
-        ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
+        (
+            "perturbation --methods mbn",
+            "one of sp, wn, bn, in, gn, sn, ln, gmp, intrinsic; got 'mbn'",
+        ),
         ("uci --datasets boston,bostn", "boston, concrete, energy"),
         ("levy --lrs 0.1,fast", "--lrs needs numbers between commas; got '0.1,fast'"),
         (
@@ -118,7 +123,7 @@ def replace_run(
     monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., Run | None]
 ) -> dict[str, Any]:
     """Let an experiment do this instead; returns the arguments that it will be called with."""
-    experiment, given = EXPERIMENTS[name], {}
+    experiment, given = experiments.find(name), {}
 
     def fake(*arguments: Any, **options: Any) -> Run | None:
         given.update(inspect.signature(experiment.run).bind(*arguments, **options).arguments)
@@ -126,7 +131,9 @@ def replace_run(
         return run()
 
     fake.__signature__ = inspect.signature(experiment.run)  # type: ignore[attr-defined]
-    monkeypatch.setitem(EXPERIMENTS, name, dataclasses.replace(experiment, run=fake))
+    entry = ENTRIES[name]
+    module = sys.modules[f"geoparam_lab.experiments.{entry.module}"]
+    monkeypatch.setattr(module, entry.record, dataclasses.replace(experiment, run=fake))
     return given
 
 
@@ -167,7 +174,8 @@ def test_options_reach_the_experiment(
 
 
 def test_every_option_has_help(geoparam: Geoparam) -> None:
-    for name, experiment in EXPERIMENTS.items():
+    for name in ENTRIES:
+        experiment = experiments.find(name)
         texts = runs.read_help(experiment)
         options = [parameter.name for parameter, _ in runs.find_options(experiment)]
         assert all(len(texts[option]) > 10 for option in options), name
@@ -219,7 +227,7 @@ def test_resnet50_trains_on_jpeg_files_goes_on_and_is_evaluated(
     words += ["--seeds", 1, "--epochs", 6, "--lrs", 0.3, "--recalibrate", 3]
     words += ["--precision", "fp32", "--out"]
     assert geoparam(*words, tmp_path / "whole").status == 0
-    evaluate, epochs = Training.end_epoch, []
+    evaluate, epochs = Training.end_part, []
 
     def end_epoch(training: Training) -> None:
         epochs.append(training.epoch)
@@ -227,7 +235,7 @@ def test_resnet50_trains_on_jpeg_files_goes_on_and_is_evaluated(
             raise KeyboardInterrupt
         evaluate(training)
 
-    monkeypatch.setattr(Training, "end_epoch", end_epoch)
+    monkeypatch.setattr(Training, "end_part", end_epoch)
     assert geoparam(*words, tmp_path / "run").status == 130
     assert geoparam(*words, tmp_path / "run", "--resume").status == 0
     assert epochs == [0, 1, 1, 2, 3, 4, 5]  # the first epoch is not done again
@@ -248,7 +256,7 @@ def test_followers_are_silent(
 def test_an_interrupt_before_a_command_begins_ends_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("geoparam.cli.app", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("geoparam_lab.cli.app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="130"):
         cli.main()
     assert capsys.readouterr().err == "\nInterrupted.\n"
@@ -301,7 +309,7 @@ def test_report_writes_one_page_of_a_folder_of_runs(
     out = tmp_path / "page.html"
     status, printed, _ = geoparam("report", finished.parent, "--out", out)
     assert status == 0 and str(out) in printed
-    titles = [EXPERIMENTS[name].title for name in ("levy", "perturbation")]
+    titles = [experiments.find(name).title for name in ("levy", "perturbation")]
     assert all(title in out.read_text() for title in titles)
 
 
@@ -336,7 +344,7 @@ def test_bench_lists_runs_and_refuses(
     assert status == 2 and "invalid int value: 'few'" in errors
     assert "one of conversion" in geoparam("bench", "fast").status
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gp, "__file__", str(tmp_path / "site-packages" / "__init__.py"))
+    monkeypatch.setattr(tools, "__file__", str(tmp_path / "a" / "b" / "c" / "tools.py"))
     told = geoparam("bench").status
     assert "a checkout" in told and "pip install" in told and "python -m" in told
 
@@ -344,9 +352,33 @@ def test_bench_lists_runs_and_refuses(
 def test_help_lists_the_commands_and_version_is_the_packages(geoparam: Geoparam) -> None:
     commands = "demo run table report fold bench".split()
     assert all(f" {name} " in geoparam("--help").out for name in commands)
-    assert all(f" {name} " in geoparam("run", "--help").out for name in EXPERIMENTS)
-    said = f"geoparam {gp.__version__}, torch {torch.__version__}\n"
+    assert all(f" {name} " in geoparam("run", "--help").out for name in ENTRIES)
+    said = f"geoparam {gp.__version__}, torch {importlib.metadata.version('torch')}\n"
     assert geoparam("--version") == (0, said, "")
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "run", "run --help", "demo --help"])
+def test_help_and_version_do_not_import_torch(words: str) -> None:
+    code = (
+        "import sys; from geoparam_lab.cli import main\n"
+        "try: main()\n"
+        "finally: sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, *words.split()]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_has_panels_that_fit_a_plain_narrow_terminal(columns: int) -> None:
+    command = [sys.executable, "-m", "geoparam", "run", "imagenet32", "--help"]
+    plain = os.environ | {"TERM": "dumb", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
+    lines = subprocess.run(command, env=plain, capture_output=True, encoding="utf-8").stdout
+    titles = ["Methods and rates", "Data", "Network", "Training", "Output"]
+    assert [title for title in titles if f"─ {title} ─" in lines] == titles
+    assert "\x1b" not in lines and max(map(len, lines.splitlines())) <= columns
+    assert all(
+        f" {option} " in lines for option in ("--methods", "--batch-sizes", "--label-smoothing")
+    )
 
 
 @pytest.fixture
@@ -424,9 +456,9 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
 def test_missing_extra_is_named(
     missing: str, extra: str, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = (missing, "geoparam.cli.", "geoparam.plots", "geoparam_lab.plots")
+    gone = (missing, "geoparam_lab.cli.", "geoparam.plots", "geoparam_lab.plots")
     for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
-        if name != "geoparam.cli":
+        if name != "geoparam_lab.cli":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert f"pip install 'geoparam[{extra}]'" in geoparam("demo", "--out", tmp_path).status

@@ -3,14 +3,14 @@
 import math
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from geoparam import cli
-from geoparam_lab import report
-from geoparam_lab.experiments import EXPERIMENTS
+from geoparam_lab import cli, experiments, report
+from geoparam_lab.experiments import ENTRIES, Entry
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.run_folder import Run
 
@@ -22,10 +22,11 @@ def corner(monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """The example of the docs, in the list of experiments."""
     section = DOCS.read_text(encoding="utf-8").partition("## Add an experiment")[2]
     [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    found: dict[str, Experiment] = {}
-    exec(compile(code, "corner.py", "exec"), found)
-    monkeypatch.setitem(EXPERIMENTS, "corner", found["EXPERIMENT"])
-    return found["EXPERIMENT"]
+    module = types.ModuleType("geoparam_lab.experiments.corner")
+    exec(compile(code, "corner.py", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(ENTRIES, "corner", Entry("corner", "EXPERIMENT", "Fit |x|."))
+    return experiments.find("corner")
 
 
 def test_the_example_has_a_command_a_table_and_a_page(
@@ -47,8 +48,10 @@ def test_the_example_has_a_command_a_table_and_a_page(
     assert "Networks of 8 units fit |x|." in report.make_page([out])
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
-def test_every_experiment_says_what_it_is(experiment: Experiment) -> None:
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_experiment_says_what_it_is(name: str) -> None:
+    experiment = experiments.find(name)
+    assert experiment.name == name
     assert all((experiment.title, experiment.about, experiment.summary, experiment.layouts))
     assert f"geoparam run {experiment.name}" in DOCS.read_text(encoding="utf-8")
 
@@ -80,7 +83,7 @@ def test_mistakes_are_told_before_anything_is_written(
     tmp_path: Path, name: str, options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        EXPERIMENTS[name].run(tmp_path / "run", **options)
+        experiments.find(name).run(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 

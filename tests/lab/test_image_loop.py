@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoparam as gp
 from geoparam_lab import methods, networks
-from geoparam_lab.training import processes, run_checkpoints
+from geoparam_lab.training import network_training, processes, run_checkpoints
 from geoparam_lab.training.images import loop, preparation
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.plateau import Plateau
@@ -309,7 +309,7 @@ def test_a_huge_rate_ends_as_diverged(method: str, tmp_path: Path) -> None:
 def test_divergence_is_noticed_within_an_epoch(
     tmp_path: Path, steps: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "LOOK_EVERY", 4)
+    monkeypatch.setattr(network_training, "LOOK_EVERY", 4)
     assert_diverged(train(settings("sp", lr=1e30), source(10 * BATCH), tmp_path), 0)
     assert len(steps) == 4
 
@@ -349,10 +349,10 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"schedule": "sine"}, "schedule is one of steps"),
         ({"init": "ones"}, "init is"),
         ({"epochs": 0}, "epochs must be >= 1"),
-        ({"recalibrate": -1}, "recalibrate is 0 or more"),
+        ({"recalibrate": -1}, "recalibrate must be 0 or more"),
         ({"time_to": (40.0, 101.0)}, "from 0 to 100; got .101"),
-        ({"momentum": 1.0}, "momentum is from 0 to below 1"),
-        ({"lr": float("inf")}, "lr is above 0 and finite"),
+        ({"momentum": 1.0}, "momentum must be from 0 to below 1"),
+        ({"lr": float("inf")}, "lr must be above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
         ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
         ({"optimizer": "geometric", "turn": 1.0, "rest_lr": 0.1}, "leave rest_lr out"),
@@ -373,7 +373,7 @@ def test_mistaken_settings_say_so(changes: dict[str, Any], said: str) -> None:
 def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
     accelerator = processes.make_accelerator("fp32")
     with pytest.raises(ValueError, match="precision 'bf16' needs"):
-        train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
+        processes.check_processes(accelerator, "bf16", batch_size=4)
 
 
 @pytest.mark.compile

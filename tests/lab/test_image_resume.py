@@ -65,12 +65,12 @@ def kill_method(owner: Any, name: str, call: int) -> Callable[[pytest.MonkeyPatc
 
 
 mid_epoch = kill_method(Training, "train_on", 2 * STEPS + 3)
-after_evaluation = kill_method(run_checkpoints, "write_checkpoint", 2)
+after_evaluation = kill_method(run_checkpoints, "write", 2)
 POINTS = {
     "mid-epoch": mid_epoch,
-    "before the end of an epoch": kill_method(Training, "end_epoch", 2),
+    "before the end of an epoch": kill_method(Training, "end_part", 2),
     "after evaluation": after_evaluation,
-    "after the end of an epoch": kill_method(Training, "train_epoch", 3),
+    "after the end of an epoch": kill_method(Training, "train_part", 3),
     "while writing": lambda patch: patch.setattr(torch, "save", save_half(2, die)),
 }
 
@@ -162,7 +162,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
     damage(tmp_path / "parts" / run_checkpoints.CHECKPOINT)
     outcome = train(settings(), source(), tmp_path / "parts", track=2)
-    said = "checkpoint.pt is damaged (RuntimeError). The run goes on from checkpoint-before.pt."
+    said = "checkpoint.pt is damaged. The run goes on from checkpoint-before.pt."
     assert (said in capsys.readouterr().err) == (damage is not Path.unlink)
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
     whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
@@ -175,7 +175,7 @@ def test_two_damaged_checkpoints_are_named(
     interrupt(settings(), tmp_path, monkeypatch)
     cut(tmp_path / run_checkpoints.CHECKPOINT)
     cut(tmp_path / run_checkpoints.BEFORE)
-    with pytest.raises(ValueError, match="damaged .*-before.pt is damaged .*Remove what is there"):
+    with pytest.raises(ValueError, match="damaged: .*-before.pt. Remove what is there"):
         train(settings(), source(), tmp_path)
 
 
@@ -199,7 +199,7 @@ def train_until(folder: Path, point: str) -> None:
     elif point == "write":
         torch.save = save_half(2, kill)
     train(settings("gmp+imn"), source(), folder, track=2)
-    for name in ("tensorboard", "optuna", "rich", "matplotlib"):
+    for name in ("optuna", "rich", "matplotlib"):
         assert name not in sys.modules, name
 
 
@@ -259,18 +259,3 @@ def test_a_tracker_that_comes_later_counts_the_steps_before(
     whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
     assert 1 < parts["step"][0] and parts["step"][-1] == whole["step"][-1]
     assert parts.tobytes() == whole[-len(parts) :].tobytes()
-
-
-def test_tensorboard_has_the_curves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    # an epoch is written that will be done again
-    interrupt(settings(), tmp_path, monkeypatch, after_evaluation, tensorboard=True)
-    outcome = train(settings(), source(), tmp_path, tensorboard=True)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    for name, curve in outcome.curves.items():
-        found = [(event.step, event.value) for event in events.Scalars(name)]
-        assert [step for step, _ in found] == [1, 2, 3]
-        np.testing.assert_allclose([value for _, value in found], curve, rtol=1e-6)

@@ -174,26 +174,28 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
     assert np.isfinite(slider["loss"]).all() and np.isfinite(slider["moves"]).all()
 
 
-def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path: Path) -> None:
+def test_figures_are_of_each_methods_median_seed_and_the_slider_of_the_first(
+    tmp_path: Path,
+) -> None:
     options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "jobs": 1}
     run = experiment.run(tmp_path / "run", **options, seeds=7)
     slider, shown = run.curves("slider_levy"), toys.load_medians(run, "test_rmse")
-    assert len(slider["seeds"]) == toys.SHOWN
+    assert len(slider["seeds"]) == toys.SHOWN and slider["rate"] == 0.1
     for m, method in enumerate(["sp", "gmp"]):
-        own = toys.find_records(run, method)
+        own = toys.find_compared(run, method)
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
-        place = slider["median"][m]
-        assert slider["seeds"][place] == seed == toys.find_median_seed(own, "test_rmse")
-        np.testing.assert_array_equal(
-            slider["prediction"][place, m, -1], shown[method]["prediction"][-1]
-        )
+        assert seed == toys.find_median_seed(own, "test_rmse")
+        curves = run.curves(toys.Member(method, 0.1, seed).name)
+        np.testing.assert_array_equal(curves["prediction"], shown[method]["prediction"])
+        first = run.curves(toys.Member(method, 0.1, int(slider["seeds"][0])).name)
+        np.testing.assert_array_equal(slider["prediction"][0, m, -1], first["prediction"][-1])
 
 
 def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> None:
     said = experiment.EXPERIMENT.finding(finished)
-    results = [record["test_rmse"] for record in toys.find_records(finished, "gmp")]
-    assert f"RMSE at the papers' rates is {np.median(results):.2f} under GmP" in said
+    results = [record["test_rmse"] for record in toys.find_compared(finished, "gmp")]
+    assert "all methods at rate 0.1" in said and f"GmP {np.mean(results):.3f} ± " in said
     assert "cut short" in experiment.EXPERIMENT.describe_limits(finished)
     assert f"of {len(results)} seeds" in experiment.EXPERIMENT.limits(finished)
 

@@ -220,7 +220,7 @@ def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> 
         ("gmp:order=x", {}, "order is a seed, from 0 on; got 'x'"),
         ("gmp:angle_lr=2", {}, "angle_lr is one of None, fan_in; got '2'"),
         ("wn+mbn", {"mbn": "none"}, "mbn is one of after, before; got 'none'"),
-        ("wn+mbn:decay=1", {}, "a method's options are init, imn, mbn, angle_lr, order"),
+        ("wn+mbn:decay=1", {}, "options of wn.mbn are init, imn, mbn, angle_lr, order"),
         ("gmp:init=sphere:init=glorot", {}, "'gmp' has init twice"),
         ("bn:imn=input", {}, "imn is an option of methods with imn; got 'bn'"),
     ],

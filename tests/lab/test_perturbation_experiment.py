@@ -31,6 +31,12 @@ def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, fl
     if method == "ln":
         rest = np.random.RandomState(1).randn(100, 3)[1:].mean(0) * 0.001
         z, b = z - complex(*rest[:2]), b - rest[2]
+    if method == "sn":
+        rows = np.random.RandomState(1).randn(100, 3)[:, :2] * 0.001
+        moved = rows.copy()
+        moved[0] += delta
+        bias = b / find_largest_singular_value(rows) + delta
+        return np.angle(z + d), bias * find_largest_singular_value(moved) / abs(z + d)
     if method in ("sp", "ln"):
         return np.angle(z + d), (b + delta) / abs(z + d)
     if method in ("wn", "bn"):
@@ -39,12 +45,19 @@ def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, fl
     return angle, b / abs(z) + delta
 
 
+def find_largest_singular_value(rows: np.ndarray) -> float:
+    """Of a matrix with two columns, by the trace and the determinant of its Gram matrix."""
+    gram = rows.T @ rows
+    trace, area = np.trace(gram), np.linalg.det(gram)
+    return math.sqrt((trace + math.sqrt(trace**2 - 4 * area)) / 2)
+
+
 def find_angle(one: float, two: float) -> float:
     """Degrees between two angles."""
     return abs(math.degrees((two - one + math.pi) % (2 * math.pi) - math.pi))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("in", "gn")])
 def test_lines_are_those_of_the_papers_unit(turns: dict[str, Turns], method: str) -> None:
     w, b = papers_unit()
     lines = turns[method]
@@ -53,9 +66,7 @@ def test_lines_are_those_of_the_papers_unit(turns: dict[str, Turns], method: str
         assert np.allclose(lines.directions[i], [math.cos(angle), math.sin(angle)])
         assert math.isclose(lines.lams[i], distance, rel_tol=1e-9)
     assert np.allclose(lines.rotation, [find_angle(p[0], places[0][0]) for p in places[1:]])
-    papers = 1  # the seed: this unit is the second of the others, too
-    moves = np.linalg.norm(lines.locations[1:] - lines.locations[0], axis=1)
-    assert np.allclose(lines.displacements[:, papers], moves)
+    assert np.allclose(lines.rotations[:, 1], lines.rotation)  # seed 1 is one of the many, too
 
 
 @pytest.mark.parametrize("method", ["sp", "wn"])
@@ -65,6 +76,38 @@ def test_the_papers_seed_gives_the_turns_that_are_known(
     assert np.allclose(turns[method].rotation, (4.1, 29.1, 59.6, 65.0), atol=0.05)
     theta = np.degrees(np.arccos(turns[method].directions[:, 0]))  # without the sign of w_2
     assert np.allclose(np.abs(theta[1:] - theta[0]), (4.1, 12.2, 18.3, 23.7), atol=0.05)
+
+
+@pytest.mark.parametrize("method", ["in", "gn", "sn"])
+def test_in_gn_and_sn_turn_as_sp_does(turns: dict[str, Turns], method: str) -> None:
+    np.testing.assert_array_equal(turns[method].rotations, turns["sp"].rotations)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_as_long_as_the_weight_reverses_all_but_gmp(
+    turns: dict[str, Turns], method: str
+) -> None:
+    """GmP turns by the step's length, (1 + delta) ||w|| radians, intrinsic by its arcsine."""
+    w, _ = papers_unit()
+    reach = (1 + np.array(DELTAS)) * np.linalg.norm(w)
+    expected = {"gmp": np.degrees(reach), "intrinsic": np.degrees(np.arcsin(reach))}
+    np.testing.assert_allclose(turns[method].reversal, expected.get(method, 180.0), rtol=1e-6)
+
+
+@torch.no_grad()
+def test_sn_turns_as_spectral_norm_itself_does(turns: dict[str, Turns]) -> None:
+    """The unit's sign in a layer of 100 changes where the line says."""
+    units = torch.from_numpy(0.001 * np.random.RandomState(1).randn(100, 3))
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for i, delta in enumerate((0.0, *DELTAS)):
+        layer = torch.nn.Linear(2, 100, dtype=torch.float64)
+        layer.weight.copy_(units[:, :2])
+        layer.bias.copy_(units[:, 2] / find_largest_singular_value(units[:, :2].numpy()))
+        layer.weight[0] += delta
+        layer.bias[0] += delta
+        normed = torch.nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=500)
+        side = x.numpy() @ turns["sn"].directions[i] + turns["sn"].lams[i]
+        assert (np.sign(normed(x)[:, 0].numpy()) == np.sign(side)).all()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +133,7 @@ def test_a_run_records_every_method_and_delta(finished: Run) -> None:
     expected = [(method, delta) for method in METHODS for delta in DELTAS]
     assert [(record["method"], record["delta"]) for record in records] == expected
     for record in records:
-        assert record["rotation_median"] <= record["rotation_95"] <= record["rotation_max"]
+        assert record["rotation_median"] <= record["rotation_max"]
         assert record["rotation_max"] <= record["bound_max"] + 1e-4
 
 

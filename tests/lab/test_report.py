@@ -13,7 +13,7 @@ import pytest
 import run_folders
 
 from geoparam_lab import report
-from geoparam_lab.experiments import EXPERIMENTS
+from geoparam_lab.experiments import ENTRIES
 from geoparam_lab.report import page as report_page
 from geoparam_lab.report.page import unbroken
 from geoparam_lab.run_folder import Run
@@ -64,7 +64,7 @@ def test_the_page_holds_what_was_promised(page_file: Path) -> None:
         "sp, wn, bn, gmp",
         "1.104",
         "3.057 ± 0.144",
-        "difference to SP (k = 21)",
+        "minus SP (k = 21)",
         "0.01\xa0(4), 0.1\xa0(6)",
         "Figure 2c. How far units move.",
         "geoparam run levy --seeds 5",
@@ -73,7 +73,7 @@ def test_the_page_holds_what_was_promised(page_file: Path) -> None:
         "NeurIPS 2024",
     ):
         assert text in page.text, text
-    assert len(page.all("h1")) == 1 and len(page.all("table")) == 4
+    assert len(page.all("h1")) == 1 and len(page.all("table")) == 5
     assert len([a for a in page.all("input") if a["type"] == "range"]) == 2
     assert [a["lang"] for a in page.all("html")] == ["en"]
 
@@ -173,7 +173,7 @@ def test_a_page_shows_no_linked_folder(tmp_path: Path) -> None:
     assert not Parsed(report.make_page([run])).all("img")
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ENTRIES)
 def test_any_experiment_has_a_page_before_its_first_record(
     experiment: str, tmp_path: Path
 ) -> None:

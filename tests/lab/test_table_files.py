@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geoparam.cli import INSTALL
+from geoparam_lab.cli import INSTALL
 from geoparam_lab.data import table_files
 from geoparam_lab.data.table_files import Table
 
@@ -173,7 +173,6 @@ def test_an_old_workbook_needs_xlrd(monkeypatch: pytest.MonkeyPatch) -> None:
         (xlsx(NUMBERS)[:-30], "is damaged"),
         (zipped({"other.csv": b"1,2\n"}), "holds none of toy.data, .*, only other.csv"),
         (zipped({"toy.data": bytes(table_files.LARGEST + 1)}), "toy.data claims 16,777,217 bytes"),
-        (bytes(table_files.LARGEST + 1), "more than 16,777,216 bytes"),
         (b"1\n" * 100_000, "its numbers, 100000 rows of 1, are not the 3 rows of 3 of toy"),
         (b"1 " * 100_000, "its numbers, 1 rows of 3, are not the 3 rows of 3 of toy"),
         (zipped({"xl/workbook.xml": b'<?xml version="1.0" encoding="odd"?><w/>'}), "is damaged"),
@@ -282,7 +281,7 @@ def test_a_download_is_checked_kept_and_not_repeated(
     ("path", "reason"),
     [
         ("/nothing", "404"),
-        ("/breaks", "its numbers, 2 rows of 3, are not the 3 rows of 3 of toy"),
+        ("/breaks", "bytes read, .* more expected"),
         ("/altered", "are not the 3 rows of 3 of toy"),
         ("/login", "no table of numbers"),
     ],

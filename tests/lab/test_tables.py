@@ -66,11 +66,11 @@ def test_marks_are_of_the_corrected_test_and_two_of_holms() -> None:
         for s, x in enumerate(noise * (m != "sp"))
     ]
     table = only(tables.from_records(records, "uci"))
-    marks = [cell(table, "difference", m).partition(" *")[1:] for m in ("WN", "BN", "GmP")]
+    marks = [cell(table, "minus", m).partition(" *")[1:] for m in ("WN", "BN", "GmP")]
     assert marks == [(" *", ""), (" *", "*"), ("", "")]
     few = [r for r in records if r["split"] < 4]
-    assert "*" not in cell(only(tables.from_records(few, "uci")), "difference", "BN")
-    assert "difference to SP (k = 3)" in table.columns
+    assert "*" not in cell(only(tables.from_records(few, "uci")), "minus", "BN")
+    assert "minus SP (k = 3)" in table.columns
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_one_column_shows_ours_beside_the_papers() -> None:
     assert labels(table) == ["SP", "GmP"]
     assert cell(table, "Test RMSE", "GmP") == "0.500 ± 0.058"
     assert cell(table, "range", "GmP") == "0.400 to 0.600"
-    assert cell(table, "difference to SP", "GmP") == "-0.667 ± 0.033"
+    assert cell(table, "minus SP", "GmP") == "-0.667 ± 0.033"
     assert cell(table, "n", "SP") == "3" and cell(table, "rate", "SP") == "0.01"
     assert cell(table, "largest move, running statistics", "SP") == "0.500"
     assert "diverged" not in table.columns
@@ -119,7 +119,7 @@ def test_the_published_table_comes_out_of_records_like_it() -> None:
     assert cell(table, "papers", "GmP", "Boston").endswith("3.057 ± 0.144")
     assert cell(table, "Test RMSE", "SP", "Naval").startswith("0.00")
     assert cell(table, "rate", "GmP", "Wine") == "0.1" and cell(table, "n", "SP", "Wine") == "10"
-    judged = [row[table.columns.index("range") - 1][0] for row in table.rows]
+    judged = [row[table.columns.index("minus SP (k = 21)") - 1][0] for row in table.rows]
     assert f"papers (≈ {judged.count('≈')} of 28)" in table.columns
 
 
@@ -132,21 +132,21 @@ def test_differences_are_of_the_same_split() -> None:
         )
         for method in ("gmp", "sp")
     )
-    found = cell(table, "difference to SP", "GmP", "Wine")
+    found = cell(table, "minus SP", "GmP", "Wine")
     mean, error = map(float, found.strip(" *").split(" ± "))
     assert mean == pytest.approx((own - base).mean(), abs=1e-3)
     expected = (own - base).std(ddof=1) * np.sqrt(1 / 10 + 0.2 / 0.8)
     assert error == pytest.approx(expected, abs=1e-3)
     assert any("Nadeau and Bengio" in note for note in table.notes)
-    assert cell(table, "difference to SP", "SP", "Wine") == "–"
+    assert cell(table, "minus SP", "SP", "Wine") == "–"
 
 
 def test_any_method_may_be_the_baseline() -> None:
     records = run_folders.uci_records()
     table = only(tables.from_records(records, "uci", baseline="gmp"))
-    assert "difference to GmP (k = 21)" in table.columns
-    usual = cell(only(tables.from_records(records, "uci")), "difference to SP", "GmP", "Wine")
-    assert cell(table, "difference to GmP", "SP", "Wine").split()[0] == (
+    assert "minus GmP (k = 21)" in table.columns
+    usual = cell(only(tables.from_records(records, "uci")), "minus SP", "GmP", "Wine")
+    assert cell(table, "minus GmP", "SP", "Wine").split()[0] == (
         usual.split()[0].removeprefix("-") if usual[0] == "-" else f"-{usual.split()[0]}"
     )
     with pytest.raises(ValueError, match="baseline is one of .*; got 'ln'"):
@@ -157,7 +157,7 @@ def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
     records, config = run_folders.uci_records("heldout"), {"protocol": "heldout"}
     table = only(tables.from_records(records, "uci", config))
     assert not any(name.startswith("papers") for name in table.columns)
-    assert any("protocol is another: the papers' numbers are not" in note for note in table.notes)
+    assert any("another protocol: the papers' numbers are not" in note for note in table.notes)
     assert cell(table, "n", "SP", "Yacht") == "10"
     assert cell(table, "rate", "SP", "Yacht") == "0.01 (4), 0.1 (6)"
     assert cell(table, "rate", "GmP", "Yacht") == "0.1"
@@ -174,7 +174,7 @@ def test_two_rates_of_one_seed_are_two_rows_and_the_papers_rate_is_said() -> Non
         ("GmP", "0.01"): "0.496 (rate 0.1)",
         ("GmP", "0.1"): "0.496",
     }
-    assert cell(table, "difference to SP", "GmP", "0.1") == "0.000 ± 0.000"
+    assert cell(table, "minus SP", "GmP", "0.1") == "0.000 ± 0.000"
 
 
 def test_images_are_rows_by_batch_size_compared_with_bn() -> None:
@@ -188,14 +188,15 @@ def test_images_are_rows_by_batch_size_compared_with_bn() -> None:
     assert [row[:2] for row in table.rows][:2] == [("BN", "256"), ("GmP+IMN", "256")]
     assert cell(table, "papers", "BN", "256") == "42.79 ± 0.03 (rate 0.01)"  # theirs, not ours
     assert cell(table, "papers", "GmP+IMN", "256") == "≈ 43.14 ± 0.05"
-    assert table.columns.count("difference to BN") == 2  # top-1 and top-5
+    assert table.columns.count("minus BN") == 2  # top-1 and top-5
+    assert cell(table, "range, Top-1", "BN", "256") == "42.00 to 44.00"
 
 
 def test_the_perturbation_has_the_picture_beside() -> None:
     records = [{"method": "sp", "delta": d, "rotation": 29.1} for d in (0.001, 0.0001)]
     table = only(tables.from_records(records, "perturbation", {"seeds": 1000}))
     assert [row[1] for row in table.rows] == ["0.0001", "0.001"]
-    assert cell(table, "Turn of the papers' unit", "SP", "0.001") == "29.1"
+    assert cell(table, "Papers' unit: turn", "SP", "0.001") == "29.1"
     assert cell(table, "papers", "SP", "0.001") == "12.2"
     assert any("mirror image" in note for note in table.notes)
     assert "n" not in table.columns  # one unit, no seeds
@@ -208,7 +209,7 @@ def test_diverged_runs_are_counted_and_their_finite_results_kept() -> None:
     table = only(tables.from_records(records, "levy"))
     assert cell(table, "Test RMSE", "SP") == "2.000 ± 1.000"
     assert cell(table, "n", "SP") == "2" and cell(table, "diverged", "SP") == "3"
-    assert any("diverged is counted" in note for note in table.notes)
+    assert any("Diverged runs are counted" in note for note in table.notes)
 
 
 def test_generated_points_are_not_compared_with_the_papers() -> None:
@@ -286,7 +287,7 @@ def test_a_difference_is_at_the_same_rate_or_at_the_papers(rates: str, base: flo
         for which in (("gmp", 0.1), ("sp", base))
     )
     table = only(tables.from_records(records, "levy"))
-    found = cell(table, f"difference to SP{rates}", "GmP", "0.1").strip(" *")
+    found = cell(table, f"minus SP{rates}", "GmP", "0.1").strip(" *")
     mean, error = map(float, found.split(" ± "))
     assert mean == pytest.approx((own - theirs).mean(), abs=1e-3)
     assert error == pytest.approx((own - theirs).std(ddof=1) / np.sqrt(6), abs=1e-3)
@@ -295,7 +296,7 @@ def test_a_difference_is_at_the_same_rate_or_at_the_papers(rates: str, base: flo
 def test_only_the_papers_rows_have_a_difference_at_the_papers_rates() -> None:
     table = only(tables.from_records(two_rates(), "levy"))
     rows = [row[:2] for row in table.rows]
-    shown = [row for row in rows if cell(table, "difference to SP, papers'", *row) != "–"]
+    shown = [row for row in rows if cell(table, "minus SP, papers'", *row) != "–"]
     assert shown == [("WN", "0.01"), ("GmP", "0.1")]
 
 
@@ -303,11 +304,11 @@ def test_a_rate_that_the_baseline_does_not_have_is_compared_with_none() -> None:
     records = [r for r in two_rates() if r["method"] != "gmp"]
     records += [{**r, "method": "gmp", "lr": 0.3} for r in records if r["method"] == "wn"][:6]
     table = only(tables.from_records(records, "levy"))
-    assert cell(table, "difference to SP (k", "GmP") == "–"
-    assert cell(table, "difference to SP, papers' rates", "GmP") == "–"
+    assert cell(table, "minus SP (k", "GmP") == "–"
+    assert cell(table, "minus SP, papers' rates", "GmP") == "–"
 
 
 @pytest.mark.parametrize("protocol", ["paper", "heldout"])
 def test_one_rate_a_split_is_one_comparison(protocol: str) -> None:
     table = only(tables.from_records(run_folders.uci_records(protocol), "uci"))
-    assert [name for name in table.columns if "diff" in name] == ["difference to SP (k = 21)"]
+    assert [name for name in table.columns if "minus" in name] == ["minus SP (k = 21)"]

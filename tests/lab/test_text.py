@@ -84,10 +84,10 @@ def test_the_record_says_what_the_text_was(whole: Run) -> None:
 
 
 def test_tables_have_the_best_setting_and_all_settings(whole: Run) -> None:
-    best, all_settings = tables.make_tables(whole)
+    best, details, all_settings = tables.make_tables(whole)
     assert len(best.rows) == 3 * 2 and len(all_settings.rows) == 3 * 4
     rows = [dict(zip(best.columns, row, strict=True)) for row in best.rows]
-    assert {row["settings tried"] for row in rows} == {"2"}
+    assert {row[details.columns.index("settings tried")] for row in details.rows} == {"2"}
     losses = {r["name"]: r["val_loss"] for r in whole.records() if r["method"] == "turn"}
     lowest = min(loss for name, loss in losses.items() if "width16-depth1" in name)
     [row] = [
@@ -174,7 +174,15 @@ def test_jobs_give_the_same_records(whole: Run, data: Path, tmp_path: Path) -> N
         ({"mlp": "swish"}, "mlp is one of relu2, gelu, relu"),
         ({"speed": 3}, "settings are heads, .*got speed"),
         ({"context": 4000}, "text must be longer than the context"),
-        ({"methods": ["muonh"], "zero_projections": True}, "muonh keeps each matrix"),
+        (
+            {"methods": ["muonh"], "turns": None, "zero_projections": True},
+            "muonh keeps each matrix",
+        ),
+        (
+            {"methods": ["adamw"], "turns": [math.nan]},
+            "turns are numbers of the methods turn; got methods adamw",
+        ),
+        ({"methods": ["turn", "muon:lr=0.1"], "lrs": [0.1]}, "lrs are numbers of the methods"),
         ({"coordinates": "angles"}, "turn needs coordinates intrinsic"),
         ({"seeds": 0}, "seeds must be >= 1"),
     ],
@@ -199,7 +207,7 @@ def test_shakespeare_is_nanogpts_setting_and_asks_for_its_text(tmp_path: Path) -
 
 def test_the_commands_options_are_the_settings(data: Path, tmp_path: Path) -> None:
     typer = pytest.importorskip("typer.testing")
-    from geoparam.cli import app
+    from geoparam_lab.cli import app
 
     words = f"run text --data {data} --out {tmp_path / 'run'} --methods turn --turns 2 --widths 8"
     words += " --depths 1 --steps 2 --batch-sizes 2 --context 8 --windows 2 --marks 1"

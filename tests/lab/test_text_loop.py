@@ -42,7 +42,7 @@ def test_every_method_learns(method: str, tmp_path: Path) -> None:
     assert record["outcome"] == "finished" and record["val_loss"] < 0.6 * math.log(256)
     [curves] = done.curves.values()
     assert curves["train_loss"].shape == (60,) and list(curves["val_step"]) == [20, 40, 60]
-    assert record["tokens"] == 60 * 4 * 16 and record["optimizer_seconds"] > 0
+    assert record["tokens"] == 60 * 4 * 16
 
 
 def test_all_methods_see_the_same_windows_and_start_from_the_same_weights() -> None:
@@ -79,13 +79,18 @@ def test_the_validation_loss_is_the_mean_over_windows_of_all_the_text() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_factor_scales_the_rates_of_all_groups(method: str) -> None:
     training = start(method, steps=[10])
-    rates = [group["initial_lr"] for group in training.optimizer.param_groups]
+    rates = [group["lr"] for group in training.optimizer.param_groups]
+    found = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found.append([group["lr"] for group in optimizer.param_groups])
+
+    training.optimizer.register_step_pre_hook(look)
+    while training.step < 10:
+        training.train_part()
     for step in range(10):
         factor = find_factor(step, 10, "linear", warmup=0.1)
-        found = [group["lr"] for group in training.optimizer.param_groups]
-        assert found == pytest.approx([rate * factor for rate in rates])
-        training.train_on(training.draw_windows(step))
-        training.step += 1
+        assert found[step] == pytest.approx([rate * factor for rate in rates])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "power", "hold"])

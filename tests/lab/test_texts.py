@@ -51,13 +51,6 @@ def test_a_broken_xz_is_refused(content: bytes, tmp_path: Path) -> None:
         texts.load_text(tmp_path / "a.xz")
 
 
-def test_a_text_over_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "LARGEST", 999)
-    (tmp_path / "a.xz").write_bytes(lzma.compress(CONTENT))
-    with pytest.raises(ValueError, match="at most 999 bytes"):
-        texts.load_text(tmp_path / "a.xz")
-
-
 def test_each_part_is_longer_than_the_context(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(CONTENT)
     text = texts.load_text(tmp_path / "a.txt")

@@ -47,7 +47,6 @@ def test_locations_go_from_the_first_step_up_to_the_last(
     assert [text.get_text() for text in ax.get_yticklabels()] == ["0", "400", "900"]
     bars = [[tick[0, 0] for tick in bar.get_segments()] for bar in ax.collections]
     assert bars == [[1, 2, 3], [16, 17, 18, 19], [36, 37]]
-    assert [text.get_text() for text in ax.texts] == ["3", "4", "2", "in view"]
 
 
 def test_paths_are_the_locations_from_start_to_end_and_leaps_out_of_sight_are_counted(

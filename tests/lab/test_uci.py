@@ -212,7 +212,7 @@ def test_a_method_that_diverged_is_not_the_best_and_a_short_run_says_so(tmp_path
             key = {"dataset": dataset, "method": method, "split": 0, "lr": 0.1, "chosen": True}
             done.append(key | {"test_rmse": rmse})
     said = uci.EXPERIMENT.finding(done)
-    assert said.endswith("of 2 data sets, the lowest mean test RMSE has GmP on 2.")
+    assert said.endswith("lowest mean test RMSE on 2 data sets: GmP on 2.")
     assert "cut short" in uci.EXPERIMENT.describe_limits(done)
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import claim
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,8 @@ def records() -> list[Record]:
 def test_activations_depend_on_the_width_as_the_formula_says(
     records: list[Record], dataset: str, variant: str, expected: float
 ) -> None:
-    answers = {(a["dataset"], a["method"]): a for a in width.find_exponents(records)}
+    found = claim.find_exponents("exponents", width.EXPONENTS, records)
+    answers = {(answer["dataset"], answer["method"]): answer for answer in found}
     exponents = answers[dataset, variant]
     assert exponents["exponent_activation"] == pytest.approx(expected, abs=0.13)
     assert exponents["exponent_gradient_output"] == pytest.approx(expected, abs=0.13)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from zoo import FAMILIES, Family, pretend_pretrained
 
 import geoparam as gp
-from geoparam.inspection import tensors_in
+from geoparam.model.run import tensors_in
 
 
 def parametrize(chosen: list[Family]) -> pytest.MarkDecorator:

@@ -28,6 +28,7 @@ from plain_models import (
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
+from geoparam import GeometricOptimizer
 from geoparam.optim.inner import fit_state
 
 
@@ -146,7 +147,7 @@ def test_a_layer_that_missed_a_step_does_not_part_the_others() -> None:
         if step == 1:
             model[0].weight.grad = None
         optimizer.step()
-    assert [len(block.members) for block in optimizer._blocks] == [8]
+    assert [len(block.weights) for block in optimizer._built.blocks] == [8]
     states = [optimizer.state[layer.weight] for layer in layers[:8]]
     assert [int(state["direction/step"]) for state in states] == [2, *[3] * 7]
 
@@ -273,7 +274,7 @@ def test_a_state_of_the_first_version_is_refused() -> None:
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["geometry"] = "intrinsic"
-    with pytest.raises(ValueError, match="saved by geoparam 0.1"):
+    with pytest.raises(ValueError, match="saved by another optimizer or by geoparam 0.1"):
         optimizer.load_state_dict(state)
 
 
@@ -325,3 +326,32 @@ def test_layout_and_type_may_change_in_mid_run(change: str, kind: str) -> None:
                 p.grad = p.grad.movedim(0, -1).contiguous().movedim(-1, 0)
         same.step()
     assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else 1e-4)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_a_state_loads_into_a_model_of_another_type(base: Any, saved: torch.dtype) -> None:
+    other = torch.float32 if saved == torch.bfloat16 else torch.bfloat16
+
+    def build(dtype: torch.dtype) -> tuple[nn.Module, GeometricOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+        model = nn.Sequential(*model, nn.Linear(8, 9)).to(dtype)
+        return model, GeometricOptimizer(model, base, turn=2.4, lr=1e-2, rest=torch.optim.AdamW)
+
+    def step(model: nn.Module, optimizer: GeometricOptimizer) -> None:
+        model(torch.arange(9)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build(saved)
+    step(model, optimizer)
+    loaded, resumed = build(other)
+    loaded.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    step(loaded, resumed)
+    for p in loaded.parameters():
+        for key, entry in resumed.state[p].items():
+            if "/" not in key and key.startswith("exp_avg"):
+                assert entry.dtype == other
+    assert all(p.isfinite().all() for p in loaded.parameters())

@@ -277,7 +277,8 @@ def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
     [
         ({"turn": 2, "max_turn": 1}, "max_turn, 1, is below turn, 2"),
         ({"turn": 0}, "turn is an angle in degrees"),
-        ({"turn": 181}, "at most 180; got 181"),
+        ({"turn": 91}, "at most 90; got 91"),
+        ({"max_turn": 181}, "at most 180; got 181"),
         ({"turn": "2.4"}, "turn is an angle in degrees.* got '2.4'"),
         ({"turn": 1, "coordinates": "angles"}, "turn needs coordinates='intrinsic'"),
         ({"turn": 1, "lr": 0}, "lr is above 0 with turn"),

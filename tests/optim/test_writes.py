@@ -222,3 +222,13 @@ def test_layers_of_all_types_train_beside_each_other_as_alone() -> None:
         for _ in range(3):
             step_with_ones(model, optimizer)
     assert_same_weights(layers, alone)
+
+
+@both_coordinates
+def test_a_zero_written_into_a_row_is_where_the_next_step_starts(coordinates: str) -> None:
+    model = mlp()
+    optimizer = build(model, lr=1e-9, coordinates=coordinates)
+    train(model, optimizer)
+    model[0].weight.data[1, 2] = 0
+    train(model, optimizer, first=3)
+    assert abs(model[0].weight[1, 2].item()) < 1e-6

@@ -52,7 +52,7 @@ function written(value, plain) {
   if (!Number.isFinite(value)) return "not finite";
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return power(value);
-  return size >= 999.5 ? Math.round(value).toLocaleString("en-GB") : plain(value);
+  return size >= 999.5 ? (+value.toPrecision(3)).toLocaleString("en-GB") : plain(value);
 }
 
 // 8.9·10⁻¹⁴, which no line break can cut; 10⁻¹⁴ where the factor is 1.

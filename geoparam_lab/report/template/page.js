@@ -1,9 +1,9 @@
 // The sliders of a report, figures at full size, and the buttons that copy a command.
 //
-// A slider's numbers are in a JSON element inside it (report/slider.py packs them). Each canvas says
+// A slider's numbers are in a JSON element inside it (report/page.py packs them). Each canvas says
 // in data-what what it shows: "method" is the panel of a method, all others are curves over the
-// frames, one for each method. Frames are evenly spaced, epochs need not be. The first choice of a
-// seed is each method's median one: film.seed has a place among the seeds for each method.
+// frames, one for each method. Frames are evenly spaced, epochs need not be. film.seed is the place
+// of the chosen seed among the seeds.
 // --- a slider -----------------------------------------------------------------------------------
 
 const KINDS = { levy, banana };
@@ -21,8 +21,7 @@ async function start(root) {
     const t = Number(input.value),
       look = theme(),
       colours = film.colours.map((c) => readable(c, look));
-    const chosen = Number(select.value);
-    film.seed = chosen ? film.methods.map(() => chosen - 1) : film.median;
+    film.seed = Number(select.value);
     output.textContent = film.steps[t].toLocaleString("en-GB");
     input.setAttribute("aria-valuetext", "epoch " + output.textContent);
     for (const canvas of canvases) {
@@ -30,7 +29,7 @@ async function start(root) {
       const m = panels.indexOf(canvas);
       const texts =
         m >= 0
-          ? [`seed ${film.seeds[film.seed[m]]}: ` + KINDS[film.kind](film, canvas, m, t, look)]
+          ? [KINDS[film.kind](film, canvas, m, t, look)]
           : strip(film, canvas, canvas.dataset.what, t, look);
       if (m >= 0) title.style.color = colours[m];
       reading.replaceChildren(...texts.map((text, i) => coloured(text, m >= 0 ? "" : colours[i])));

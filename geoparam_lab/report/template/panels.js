@@ -4,7 +4,7 @@
 // --- Levy ---------------------------------------------------------------------------------------
 
 function levy({ arrays, colours, seed }, canvas, m, t, look) {
-  const at = [seed[m], m, t],
+  const at = [seed, m, t],
     { grid, truth, x, y, prediction, locations, loss, moves } = arrays;
   const across = range(grid.values),
     [low, high] = range([...truth.values, ...y.values]);
@@ -50,7 +50,7 @@ function dot(pen, x, y, radius) {
 const CLASSES = ["#0072b2", "#e69f00"];
 
 function banana({ arrays, units, seed }, canvas, m, t, look) {
-  const at = [seed[m], m, t],
+  const at = [seed, m, t],
     { x, y, limits, score, direction, distance, accuracy, rotation } = arrays;
   const [left, right, low, high] = limits.values;
   const ratio = Math.min(1.6, Math.max(0.6, (high - low) / (right - left)));
@@ -236,9 +236,9 @@ function strip({ arrays, colours, dashes, methods, steps, seed }, canvas, name, 
   const frames = steps.map((_, i) => i);
   clipped(plot.pen, plot.frame, () => {
     methods.forEach((_, m) =>
-      curve(plot, frames, part(seed[m], m), readable(colours[m], look), 1.8, dashes[m]),
+      curve(plot, frames, part(seed, m), readable(colours[m], look), 1.8, dashes[m]),
     );
     curve(plot, [t, t], up, look.ink, 1);
   });
-  return methods.map((title, m) => `${title} ${reading(part(seed[m], m)[t])}`);
+  return methods.map((title, m) => `${title} ${reading(part(seed, m)[t])}`);
 }

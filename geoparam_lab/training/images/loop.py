@@ -1,23 +1,14 @@
-"""A run in progress: steps, epochs, and the state from which it can go on.
-
-A step launches its work on the device and waits for nothing. Loss and hits are summed there, and
-read every 50 steps, to notice a run that has diverged, and at the end of an epoch.
-
-`Training.state_dict` is everything that a run needs to go on after an epoch. The images of a step
-depend on seed, epoch and step alone, so a resumed run repeats the same steps, and on one device in
-deterministic mode (on a CPU always) the same bits.
-"""
+"""A run on images in progress: its epochs, what is reported of them, and what ends it."""
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import geoparam as gp
@@ -27,20 +18,21 @@ from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.plateau import PLATEAUS, Plateau
 from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
+from geoparam_lab.training.network_training import (
+    DIVERGED,
+    FINISHED,
+    NetworkTraining,
+    StepReport,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-StepReport = Callable[[int, int, float], None]  # takes epoch, step, images per second
-
 BOUNDARIES = "boundaries.npy"  # the tracker's history
 PROBE = 64  # images on which a tracker sees dead units and regions
-LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 FEWEST_STEPS = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
-MEASURES = ("loss", "top1", "top5")
-_PLAIN = ("epoch", "best_epoch", "best_weights", "seconds", "final", "outcome")
-FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
+STOPPED, COLLAPSED = "stopped early", "collapsed"  # further outcomes
 
 
 class Result(NamedTuple):
@@ -49,6 +41,9 @@ class Result(NamedTuple):
     loss: float
     top1: float
     top5: float
+
+
+MEASURES = Result._fields
 
 
 class Sums:
@@ -87,8 +82,10 @@ def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
     return last + 1 if last < len(accuracies) else None
 
 
-class Training:
-    """A run in progress; `report` is that of `train`."""
+class Training(NetworkTraining):
+    """A run in progress; `report` is called with epoch, step in it, and images per second."""
+
+    PLAIN = ("epoch", "best_epoch", "best_weights", "seconds", "final", "outcome", "curves")
 
     def __init__(
         self,
@@ -97,10 +94,12 @@ class Training:
         accelerator: "Accelerator",
         report: StepReport | None = None,
     ) -> None:
-        self.settings, self.accelerator = settings, accelerator
+        accelerator.gradient_accumulation_steps = settings.accumulate
+        accelerator.step = 0  # an earlier run may have stopped within an accumulation
+        model = preparation.make_network(settings, source, accelerator)
+        optimizer = preparation.make_optimizer(settings, model)
+        super().__init__(settings, accelerator, model, optimizer, report)
         self.classes = source.classes
-        self.is_main = accelerator.is_main_process
-        self._prepare(preparation.make_network(settings, source, accelerator))
 
         place: dict[str, Any] = {
             "device": accelerator.device,
@@ -124,49 +123,23 @@ class Training:
             self.plateau = Plateau(settings.schedule, settings.patience)
         self.best_epoch = -1  # the epoch that is reported: the last, where the best is not kept
         self.best_weights: run_checkpoints.State | None = None  # where they are kept
-        self.seconds = 0.0  # of training
-        self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
-        self._report = report if self.is_main else None
 
-    def _prepare(self, model: nn.Module) -> None:
-        """Let Accelerate prepare network and optimizer.
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self.epoch, self.step
 
-        `wrapped_model` is the network as it is trained, perhaps inside DDP; `model` is without.
-        """
-        accelerator, settings = self.accelerator, self.settings
-        accelerator.gradient_accumulation_steps = settings.accumulate
-        accelerator.step = 0  # an earlier run may have stopped within an accumulation
-        optimizer = preparation.make_optimizer(settings, model)
-        self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.wrapped_model, prepared = accelerator.prepare(model, optimizer)
-        # Accelerate's wrapper is for fp16, and looks for a package on disk in every step: 0.4 ms.
-        self.optimizer: torch.optim.Optimizer = prepared.optimizer
-        self.model = accelerator.unwrap_model(self.wrapped_model, keep_fp32_wrapper=True)
-        if settings.compile:
-            torch.compiler.reset()  # torch compiles eight variants and no more, some per network
-            self.wrapped_model.compile()
-        self.model.train()
+    @property
+    def step_size(self) -> int:
+        return self.settings.batch_size
 
-    def train_epoch(self) -> None:
-        """Do all steps of an epoch, or until the loss is no longer finite: that is an outcome."""
-        start = time.perf_counter()
-        for step, batch in enumerate(self.batches.epoch(self.epoch)):
-            factor = self._factor(step)
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * factor
-            self.train_on(*batch)
-            if self._report is not None:
-                images = (step + 1) * self.settings.batch_size
-                self._report(self.epoch, step + 1, images / (time.perf_counter() - start))
-            if (step + 1) % LOOK_EVERY == 0 and not self._is_finite():
-                break
-        if not self._is_finite():  # waits for the device
-            self.outcome = DIVERGED
-        self.seconds += time.perf_counter() - start
+    def load_part(self) -> Iterable[tuple[Tensor, ...]]:
+        """Return the batches of an epoch."""
+        self.step = 0
+        return self.batches.epoch(self.epoch)
 
-    def train_on(self, images: Tensor, labels: Tensor) -> None:
-        """Make one step of the optimizer."""
+    def train_on(self, *batch: Tensor) -> None:
+        images, labels = batch
         parts = self.settings.accumulate
         for x, y in zip(images.chunk(parts), labels.chunk(parts), strict=True):
             with self.accelerator.accumulate(self.wrapped_model):
@@ -180,20 +153,19 @@ class Training:
         if self.tracker is not None:
             self.tracker.step()
 
-    def _factor(self, step: int) -> float:
-        """Return what rates are multiplied by in a step of this epoch."""
+    def find_factor(self) -> float:
         steps, settings = self.batches.steps, self.settings
         rise = max(settings.warmup * settings.epochs * steps, 1)
-        warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
+        warmth = min((self.epoch * steps + self.step + 1) / rise, 1.0)
         if self.plateau is not None:
             return warmth * self.plateau.factor
         schedule = settings.schedule, settings.epochs, settings.warmup
-        return warmth * find_rate_factor(*schedule, self.epoch + step / steps)
+        return warmth * find_rate_factor(*schedule, self.epoch + self.step / steps)
 
-    def _is_finite(self) -> bool:
-        return math.isfinite(self.sums.average(self.accelerator).loss)
+    def has_diverged(self) -> bool:
+        return not math.isfinite(self.sums.average(self.accelerator).loss)
 
-    def end_epoch(self) -> None:
+    def end_part(self) -> None:
         """Evaluate, and decide how to go on."""
         trained = self.sums.average(self.accelerator)
         evaluated = self.evaluate(self.validation)
@@ -202,15 +174,14 @@ class Training:
             self.outcome = DIVERGED
             return
 
-        lr = self.settings.lr * self._factor(self.batches.steps - 1)
-        values = (*trained, *evaluated, lr, self.seconds)
+        values = (*trained, *evaluated, self.settings.lr * self.factor, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
         stops = self._judge(evaluated)
         self.epoch += 1
-        self.sums = Sums(self.accelerator.device)
+        self.sums = Sums(self.device)
         if stops or self.epoch >= self.settings.epochs:
-            self._finish()
+            self._evaluate_reported()
             self.outcome = STOPPED if stops else FINISHED
             if self._has_collapsed():
                 self.outcome = COLLAPSED
@@ -227,7 +198,7 @@ class Training:
             self.best_weights = run_checkpoints.get_weights(self.model)
         return stops
 
-    def _finish(self) -> None:
+    def _evaluate_reported(self) -> None:
         """Return to the best weights where they are kept, and evaluate what is reported.
 
         There is a second evaluation where statistics are recomputed, or images were kept unseen.
@@ -270,7 +241,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Result:
         """Return the result on some images, with the main process's running means in all."""
-        sums = Sums(self.accelerator.device)
+        sums = Sums(self.device)
         if self.accelerator.num_processes > 1:  # on CPUs BatchNorm is not synchronised
             from accelerate.utils import broadcast
 
@@ -286,9 +257,7 @@ class Training:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / BOUNDARIES
-        if state is None and self.is_main:  # the run before was killed in its first epoch
-            file.unlink(missing_ok=True)
-        images, _ = next(self.validation.epoch(0))
+        images, _ = next(iter(self.validation.epoch(0)))
         probe = images[:PROBE]
         self.tracker = gp.BoundaryTracker(self.model, every, probe=probe, file=file, resume=True)
         if state is not None:  # the run before may have had no tracker
@@ -317,6 +286,7 @@ class Training:
             "epochs": self.epoch,
             "best_epoch": -1 if diverged else self.best_epoch,
             "images_per_second": images / duration if duration else float("nan"),
+            "processes": self.accelerator.num_processes,
             **({} if diverged else self._times()),
         }
         repeatable = {name: curve for name, curve in self.curves.items() if name != "seconds"}
@@ -333,20 +303,21 @@ class Training:
         return times
 
     def state_dict(self) -> run_checkpoints.State:
-        """Return the state to resume from; a collective call, complete in the main process."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "curves": {name: list(curve) for name, curve in self.curves.items()},
-            **run_checkpoints.get_state(self.model, self.optimizer, self.accelerator.device),
+        return super().state_dict() | {
             "plateau": self.plateau.state_dict() if self.plateau is not None else None,
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
-        """Go on from the end of an epoch."""
-        for name in _PLAIN:
-            setattr(self, name, state[name])
-        self.curves = {name: list(state["curves"][name]) for name in self.curves}
         if self.plateau is not None:
             self.plateau.load_state_dict(state["plateau"])
-        run_checkpoints.load_state(state, self.model, self.optimizer, self.accelerator.device)
+        super().load_state_dict(state)
+
+    def keep(self, folder: Path) -> None:
+        """Write a checkpoint, and the weights of a run that has ended."""
+        state = self.state_dict()  # all processes gather
+        if not self.is_main:
+            return
+        if self.outcome not in (None, DIVERGED):
+            run_checkpoints.write(folder / run_checkpoints.WEIGHTS, state["model"])
+        run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)

@@ -12,18 +12,10 @@ import geoparam as gp
 from geoparam_lab import networks
 from geoparam_lab.data.image_source import Source, find_layout
 from geoparam_lab.training.images.settings import Settings
-from geoparam_lab.training.processes import check_processes
 from geoparam_lab.training.rival_optimizers import RIVALS, Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-def check(settings: Settings, accelerator: "Accelerator") -> None:
-    """Raise where the settings do not fit the processes that are there."""
-    check_processes(
-        accelerator, settings.precision, settings.batch_size, accumulate=settings.accumulate
-    )
 
 
 def build(settings: Settings, source: Source) -> nn.Module:

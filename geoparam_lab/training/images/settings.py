@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from geoparam_lab import methods
-from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.checks import check_fields, read_options
 from geoparam_lab.networks import CONSTANTS
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.plateau import PLATEAUS
@@ -33,8 +33,22 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs a
     **dict.fromkeys(RIVALS, ("rest", "rest_lr")),
     "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
 }
-BASES = ("sgd", "adamw", "muon")
-SCHEDULES = ("steps", *PLATEAUS, "linear", "cosine")
+_CHOICES: dict[str, Any] = {
+    "schedule": ("steps", *PLATEAUS, "linear", "cosine"),
+    "precision": PRECISIONS,
+    "skip": ("centred", "plain"),
+    "constants": CONSTANTS,
+    "scales": ("free", "relative"),
+    "optimizer": OPTIMIZERS,
+    "base": ("sgd", "adamw", "muon"),
+    "rest": ("sgd", "adamw"),
+}
+_RULES = {
+    ">= 1": ("batch_size", "epochs", "accumulate", "patience"),
+    "from 0 to below 1": ("momentum", "label_smoothing", "dropout", "warmup", "select"),
+    "above 0 and finite": ("lr", "turn", "rest_lr"),
+    "0 or more and finite": ("weight_decay", "scale_decay", "crop", "recalibrate"),
+}
 
 
 @dataclass(frozen=True)
@@ -128,30 +142,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         method = methods.get(self.method, init=self.init, imn=self.imn, mbn=self.mbn)
+        check_fields(self, _CHOICES, _RULES)
         _check(not method.decay, "decay is an option of images: bn:decay=5e-4; got bn+decay.")
-        check_names("schedule", SCHEDULES, self.schedule)
-        check_names("precision", PRECISIONS, self.precision)
-        check_names("skip", ("centred", "plain"), self.skip)
-        check_names("constants", CONSTANTS, self.constants)
-        check_names("scales", ("free", "relative"), self.scales)
-        check_names("optimizer", OPTIMIZERS, self.optimizer)
-        check_names("base", BASES, self.base or "sgd")
-        check_names("rest", BASES[:2], self.rest or "sgd")
-        counts = ("batch_size", "epochs", "accumulate", "patience")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
-            value = getattr(self, name)
-            _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
-        _check(
-            0 < self.lr < math.inf and 0 <= self.weight_decay < math.inf and self.crop >= 0,
-            "lr is above 0 and finite, weight_decay and crop are not below; got "
-            f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
-        )
-        _check(
-            0 <= self.scale_decay < math.inf,
-            f"scale_decay is 0 or more and finite; got {self.scale_decay}.",
-        )
-        _check(self.recalibrate >= 0, f"recalibrate is 0 or more; got {self.recalibrate}.")
         wrong = [level for level in self.time_to if not 0 <= level <= 100]
         _check(not wrong, f"time_to is in percent, from 0 to 100; got {wrong}.")
         self._check_combinations()
@@ -219,34 +211,31 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     return fall(schedule, share)
 
 
-WORDS = (
-    "optimizer",
-    "base",
-    "rest",
-    "coordinates",
-    "schedule",
-    "init",
-    "imn",
-    "mbn",
-    "skip",
-    "constants",
-    "scales",
-)
-WHOLE = ("accumulate", "crop", "patience")  # numbers that are whole
-NUMBERS = (
-    "lr",
-    "decay",
-    "turn",
-    "rest_lr",
-    "momentum",
-    "warmup",
-    "label_smoothing",
-    "scale_decay",
-    "dropout",
-    *WHOLE,
-)
-_READERS: dict[str, Any] = dict.fromkeys(WORDS, str) | dict.fromkeys(NUMBERS, float)
-_READERS |= dict.fromkeys(WHOLE, int)
+OPTIONS: dict[str, Any] = {  # of a method, and what each value is
+    "optimizer": str,
+    "base": str,
+    "rest": str,
+    "coordinates": str,
+    "schedule": str,
+    "init": str,
+    "imn": str,
+    "mbn": str,
+    "skip": str,
+    "constants": str,
+    "scales": str,
+    "lr": float,
+    "decay": float,
+    "turn": float,
+    "rest_lr": float,
+    "momentum": float,
+    "warmup": float,
+    "label_smoothing": float,
+    "scale_decay": float,
+    "dropout": float,
+    "accumulate": int,
+    "crop": int,
+    "patience": int,
+}
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
@@ -264,29 +253,20 @@ def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.4, 'weight_decay': 0.0005}
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.8, 'weight_decay': 0.0005}
     """
-    name, *parts = text.split(":")
-    options = dict(map(_read_option, parts))
-    methods.check_options(name, [part.partition("=")[0] for part in parts])
-    grid = {option: options[option] for option in (*WORDS, *NUMBERS) if option in options}
+    name, chosen = read_options(text, OPTIONS)
+    methods.check_options(name, chosen)
+    grid = {option: chosen[option] for option in OPTIONS if option in chosen}
     points = []
     for combination in itertools.product(*grid.values()):
-        values = dict(zip(grid, combination, strict=True))
-        words = [f"{option}={values[option]}" for option in WORDS if option in values]
-        numbers = [f"{option}={values[option]:g}" for option in NUMBERS[1:] if option in values]
-        settings = {_FIELDS.get(option, option): value for option, value in values.items()}
-        points.append((":".join([name, *words]), ":".join(numbers), settings))
+        words, numbers, settings = [name], [], {}
+        for option, value in zip(grid, combination, strict=True):
+            settings[_FIELDS.get(option, option)] = value
+            if OPTIONS[option] is str:
+                words.append(f"{option}={value}")
+            elif option != "lr":
+                numbers.append(f"{option}={value:g}")
+        points.append((":".join(words), ":".join(numbers), settings))
     return points
-
-
-def _read_option(part: str) -> tuple[str, list[Any]]:
-    option, _, values = part.partition("=")
-    try:
-        return option, [_READERS[option](value) for value in values.split(",")]
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"a method's options are {', '.join((*WORDS, *NUMBERS))}, with values between commas "
-            f"as in bn:decay=5e-4:lr=0.4,0.8; got {part!r}."
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,15 @@
-"""A run on text in progress: steps, marks, and the state from which it can go on.
+"""A run on text in progress: windows, marks, and what is reported of them.
 
 The windows of a step depend on seed, step and batch size alone, so that all methods see the same
-ones and a resumed run repeats them. A step launches its work on the device and waits for nothing;
-losses stay there and are read every 50 steps, to notice a run that has diverged.
-
-Checkpoints are written at marks, where the network is evaluated, at most once in 60 seconds.
+ones and a resumed run repeats them. Checkpoints are written at marks, where the network is
+evaluated, at most once in 60 seconds.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +21,14 @@ from geoparam_lab import gpt
 from geoparam_lab.data.texts import Text
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training import run_checkpoints
-from geoparam_lab.training.processes import check_processes, make_accelerator, prepare_torch
+from geoparam_lab.training.network_training import (
+    DIVERGED,
+    FINISHED,
+    NetworkTraining,
+    StepReport,
+)
+from geoparam_lab.training.processes import prepare_run
+from geoparam_lab.training.schedules import find_factor
 from geoparam_lab.training.tasks import Done
 from geoparam_lab.training.text import preparation
 from geoparam_lab.training.text.settings import TextSettings, TextTask
@@ -32,49 +36,14 @@ from geoparam_lab.training.text.settings import TextSettings, TextTask
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-StepReport = Callable[[int, float], None]  # takes the step and bytes per second
-
 CHECKPOINT_EVERY = 60.0  # seconds, at least, between two checkpoints
-LOOK_EVERY = 50  # steps between two reads of the loss
-TIME_EVERY = 10  # steps between two steps of the optimizer that are timed
 HOPELESS = 10 * math.log(gpt.BYTES)  # a loss that is divergence
-FINISHED, DIVERGED = "finished", "diverged"
-_PLAIN = ("step", "seconds", "outcome", "val_steps", "val_losses")
 
 
-class Stopwatch:
-    """Times of some calls, without waiting for the device."""
+class TextTraining(NetworkTraining):
+    """A run in progress; `report` is called with the step and bytes per second."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[float] = []  # seconds
-        self.events: list[Any] = []  # pairs that are not read yet
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Add the time of the block."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self.times.append(time.perf_counter() - start)
-            return
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        yield
-        pair[1].record()
-        self.events.append(pair)
-
-    def median(self) -> float:
-        """Return the median, in seconds; waits for the device."""
-        for start, end in self.events:
-            end.synchronize()
-            self.times.append(start.elapsed_time(end) / 1e3)
-        self.events.clear()
-        return float(np.median(self.times)) if self.times else math.nan
-
-
-class TextTraining:
-    """A run in progress."""
+    PLAIN = ("step", "seconds", "outcome", "val_steps", "val_losses")
 
     def __init__(
         self,
@@ -83,38 +52,32 @@ class TextTraining:
         accelerator: "Accelerator",
         report: StepReport | None = None,
     ) -> None:
-        self.settings, self.accelerator = settings, accelerator
-        self.device = accelerator.device
-        self.is_main = accelerator.is_main_process
-        self._prepare()
+        model = preparation.build(settings).to(accelerator.device)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        optimizer = preparation.make_optimizer(settings, model)
+        super().__init__(settings, accelerator, model, optimizer, report)
         self.text, self.validation = (
             torch.tensor(part, device=self.device) for part in (text.train, text.val)
         )
         self.losses = torch.full((settings.steps,), math.nan, device=self.device)
-        self.marks = _list_marks(settings.steps, settings.marks)
-        self.step = 0
-        self.seconds = 0.0  # of training, evaluations aside
-        self.outcome: str | None = None
         self.val_steps: list[int] = []
         self.val_losses: list[float] = []
-        self.stopwatch = Stopwatch(self.device)
-        self._report = report if self.is_main else None
+        self.kept = time.monotonic()  # when a checkpoint was written
 
-    def _prepare(self) -> None:
-        """Build network, optimizer and schedule, and let Accelerate prepare them."""
-        settings, accelerator = self.settings, self.accelerator
-        model = preparation.build(settings).to(self.device)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        optimizer = preparation.make_optimizer(settings, model)
-        self.wrapped_model, prepared = accelerator.prepare(model, optimizer)
-        # Accelerate's wrapper is for fp16, and looks for a package on disk in every step: 0.4 ms.
-        self.optimizer: torch.optim.Optimizer = prepared.optimizer
-        self.schedule = preparation.make_schedule(settings, self.optimizer)
-        self.model = accelerator.unwrap_model(self.wrapped_model, keep_fp32_wrapper=True)
-        if settings.compile:
-            torch.compiler.reset()  # torch compiles eight variants and no more
-            self.wrapped_model.compile()
-        self.model.train()
+    @property
+    def place(self) -> tuple[int, ...]:
+        return (self.step,)
+
+    @property
+    def step_size(self) -> int:
+        return self.settings.batch_size * self.settings.context
+
+    def load_part(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the windows of the steps up to the next mark."""
+        marks = list_marks(self.settings.steps, self.settings.marks)
+        end = next(mark for mark in marks if mark > self.step)
+        for step in range(self.step, end):
+            yield (self.draw_windows(step),)
 
     def draw_windows(self, step: int) -> Tensor:
         """Return this process's windows of a step, each with the byte after it."""
@@ -134,40 +97,24 @@ class TextTraining:
         indices = places.to(self.device, non_blocking=True).unsqueeze(1) + offsets
         return text[indices].long()
 
-    def train_to_mark(self) -> None:
-        """Do all steps up to the next mark, or until the loss is no longer finite."""
-        start, first = time.perf_counter(), self.step
-        end = next(mark for mark in self.marks if mark > self.step)
-        while self.step < end:
-            self.train_on(self.draw_windows(self.step))
-            self.step += 1
-            if self._report is not None:
-                windows = (self.step - first) * self.settings.batch_size
-                speed = windows * self.settings.context / (time.perf_counter() - start)
-                self._report(self.step, speed)
-            if self.step % LOOK_EVERY == 0 and self._has_diverged():
-                break
-        if self._has_diverged():  # waits for the device
-            self.outcome = DIVERGED
-        self.seconds += time.perf_counter() - start
+    def find_factor(self) -> float:
+        settings = self.settings
+        names = ("steps", "schedule", "warmup", "final", "power", "hold")
+        return find_factor(self.step, **{name: getattr(settings, name) for name in names})
 
-    def train_on(self, windows: Tensor) -> None:
-        """Make one step of the optimizer."""
+    def train_on(self, *batch: Tensor) -> None:
+        [windows] = batch
         settings = self.settings
         loss = _find_loss(self.wrapped_model(windows[:, :-1]), windows[:, 1:])
         self.accelerator.backward(loss)
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         preparation.set_momentum(settings, self.optimizer, self.step)
-        is_timed = self.step % TIME_EVERY == TIME_EVERY - 1
-        with self.stopwatch.measure() if is_timed else contextlib.nullcontext():
-            self.optimizer.step()
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        self.schedule.step()
         self.losses[self.step] = loss.detach()
 
-    def _has_diverged(self) -> bool:
-        """Return whether the last loss of a process is hopeless; a collective call."""
+    def has_diverged(self) -> bool:
         loss = self.accelerator.reduce(self.losses[self.step - 1], "mean").item()
         return not loss <= HOPELESS
 
@@ -191,8 +138,7 @@ class TextTraining:
         loss_sum, windows_sum = accelerator.reduce(total, "sum").tolist()
         return loss_sum / windows_sum
 
-    def end_mark(self) -> None:
-        """Evaluate, and decide how to go on."""
+    def end_part(self) -> None:
         loss = self.evaluate()
         self.val_steps.append(self.step)
         self.val_losses.append(loss)
@@ -217,7 +163,7 @@ class TextTraining:
             "tokens": tokens,
             "seconds": self.seconds,
             "tokens_per_second": tokens / self.seconds,
-            "optimizer_seconds": self.stopwatch.median(),
+            "processes": self.accelerator.num_processes,
         }
         curves = {
             "train_loss": losses,
@@ -227,30 +173,33 @@ class TextTraining:
         return record, curves
 
     def state_dict(self) -> run_checkpoints.State:
-        """Return the state to resume from; a collective call, complete in the main process."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "losses": self.accelerator.reduce(self.losses, "mean").cpu(),
-            "schedule": self.schedule.state_dict(),
-            **run_checkpoints.get_state(self.model, self.optimizer, self.device),
-        }
+        losses = self.accelerator.reduce(self.losses, "mean").cpu()
+        return super().state_dict() | {"losses": losses}
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
-        """Go on from a mark."""
         if len(state["losses"]) != self.settings.steps:
             raise ValueError(f"it is of {len(state['losses'])} steps")
-        for name in _PLAIN:
-            setattr(self, name, state[name])
         self.losses.copy_(state["losses"])
-        self.schedule.load_state_dict(dict(state["schedule"]))
-        run_checkpoints.load_state(state, self.model, self.optimizer, self.device)
+        super().load_state_dict(state)
+
+    def keep(self, folder: Path) -> None:
+        from accelerate.utils import broadcast_object_list
+
+        is_due = time.monotonic() - self.kept >= CHECKPOINT_EVERY and self.outcome is None
+        [is_due] = broadcast_object_list([is_due])  # by the main process's clock
+        if not is_due:
+            return
+        state = self.state_dict()
+        if self.is_main:
+            run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
+        self.kept = time.monotonic()
 
 
 def _find_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _list_marks(steps: int, marks: int) -> list[int]:
+def list_marks(steps: int, marks: int) -> list[int]:
     """Return the steps after which a run is evaluated."""
     return sorted({math.ceil(steps * mark / marks) for mark in range(1, marks + 1)})
 
@@ -262,39 +211,14 @@ def train(task: TextTask, text: Text, folder: Path, report: StepReport | None = 
     """
     settings = task.settings
     precision = preparation.find_precision(settings)
-    accelerator = make_accelerator(precision)
-    check_processes(accelerator, precision, settings.batch_size)
-    seed = settings.seed + accelerator.process_index
-    with prepare_torch(seed, settings.deterministic, accelerator.device):
-        try:
-            training = TextTraining(settings, text, accelerator, report)
-            run_checkpoints.resume(training, folder)
-            _finish(training, folder)
-            record, curves = training.result()
-        finally:
-            accelerator.free_memory()  # else it keeps the networks of all runs
-    named = {"name": task.name, "method": settings.method, "tuned": task.tuned, "lr": settings.lr}
-    sizes = {name: getattr(settings, name) for name in ("width", "depth", "steps", "batch_size")}
-    place = {"seed": settings.seed, "schedule": settings.schedule, "precision": precision}
-    others = {name: value for name, value in task.numbers.items() if name != "lr"}
-    processes = accelerator.num_processes
-    full = named | sizes | others | place | record | {"processes": processes}
-    return Done([full], {task.name: curves})
+    with prepare_run(settings, precision) as accelerator:
+        training = TextTraining(settings, text, accelerator, report)
+        training.resume(folder)
+        training.finish(folder)
+        record, curves = training.result()
 
-
-def _finish(training: TextTraining, folder: Path) -> None:
-    """Do the rest of a run, with checkpoints at some marks."""
-    from accelerate.utils import broadcast_object_list
-
-    last = time.monotonic()
-    while training.outcome is None:
-        training.train_to_mark()
-        if training.outcome is None:
-            training.end_mark()
-        is_due = time.monotonic() - last >= CHECKPOINT_EVERY and training.outcome is None
-        [is_due] = broadcast_object_list([is_due])  # by the main process's clock
-        if is_due:
-            state = training.state_dict()
-            if training.is_main:
-                run_checkpoints.write_checkpoint(folder, state)
-            last = time.monotonic()
+    names = ("method", "lr", "width", "depth", "steps", "batch_size", "seed", "schedule")
+    chosen = {name: getattr(settings, name) for name in names}
+    place = {"name": task.name, "tuned": task.tuned, "precision": precision}
+    numbers = {name: value for name, value in task.numbers.items() if name != "lr"}
+    return Done([place | chosen | numbers | record], {task.name: curves})

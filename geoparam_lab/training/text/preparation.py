@@ -1,16 +1,14 @@
-"""What a run on text needs before its first step: network, optimizer, schedule."""
+"""What a run on text needs before its first step: network and optimizer."""
 
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import geoparam as gp
 from geoparam_lab import gpt
 from geoparam_lab.training.rival_optimizers import RIVALS, Together
-from geoparam_lab.training.schedules import find_factor
 from geoparam_lab.training.text.settings import TextSettings
 
 FIRST_MOMENTUM = 0.85  # where a momentum that is warmed up starts
@@ -83,16 +81,6 @@ def _make_geometric(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optim
         rest=partial(torch.optim.AdamW, **rest),
         weight_decay=settings.rest_decay or 0.0,
         **options,
-    )
-
-
-def make_schedule(settings: TextSettings, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """Return what scales the rates of all groups by one factor, step by step."""
-    names = ("warmup", "final", "power", "hold")
-    options = {name: getattr(settings, name) for name in names}
-    return LambdaLR(
-        optimizer,
-        lambda step: find_factor(step, settings.steps, settings.schedule, **options),
     )
 
 

@@ -8,18 +8,30 @@ own: "turn" has angles and no decay, Muon rates and a decay. A method may name i
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from geoparam_lab import gpt
-from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.checks import check_fields, check_names, read_options
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.processes import PRECISIONS
 from geoparam_lab.training.schedules import SCHEDULES
 
-BASES = ("muon", "adamw", "sgd")
+_CHOICES: dict[str, Any] = {
+    "norm": gpt.NORMS,
+    "mlp": gpt.MLPS,
+    "base": ("muon", "adamw", "sgd"),
+    "coordinates": ("intrinsic", "angles"),
+    "scale": ("auto", "free", "fixed"),
+    "precision": PRECISIONS,
+}
+_RULES = {
+    ">= 1": ("width", "depth", "steps", "batch_size", "context", "marks", "windows", "heads"),
+    "from 0 to below 1": ("momentum", "dropout", "warmup", "final", "hold", "beta2"),
+    "above 0 and finite": ("lr", "turn", "rest_lr", "scale_lr", "power", "std"),
+    "0 or more and finite": ("decay", "rest_decay", "clip", "momentum_warmup"),
+}
 
 # The numbers of each method, and their values where a sweep names none. `lr` is the rate of the
 # rows; "turn" has an angle in its place, and its `lr` is that of the rest.
@@ -139,21 +151,12 @@ class TextSettings:
     precision: str = "bf16"
     compile: bool = False
     deterministic: bool = False
+    accumulate: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self._check_names()
-        counted = ("width", "depth", "steps", "batch_size", "context", "marks", "windows")
-        check_counts(**{name: getattr(self, name) for name in counted}, heads=self.heads)
-        _check(self.momentum_warmup >= 0, "momentum_warmup", "0 or more", self.momentum_warmup)
-        for name in ("momentum", "dropout", "warmup", "final", "hold", "beta2"):
-            value = getattr(self, name)
-            _check(0 <= value < 1, name, "from 0 to below 1", value)
-        for name in ("lr", "turn", "rest_lr", "scale_lr", "power", "std"):
-            value = getattr(self, name)
-            _check(value is None or 0 < value < math.inf, name, "above 0 and finite", value)
-        for name in ("decay", "rest_decay", "clip"):
-            value = getattr(self, name)
-            _check(value is None or 0 <= value < math.inf, name, "0 or more and finite", value)
+        check_names("each of methods", METHODS, self.method)
+        check_names("each of schedules", SCHEDULES, self.schedule)
+        check_fields(self, _CHOICES, _RULES)
         if self.width % self.head_count:
             raise ValueError(
                 f"width must be a multiple of heads; got width {self.width} and "
@@ -167,25 +170,10 @@ class TextSettings:
                 "0 would stay there. Leave --zero-projections out, or muonh."
             )
 
-    def _check_names(self) -> None:
-        check_names("each of methods", METHODS, self.method)
-        check_names("each of schedules", SCHEDULES, self.schedule)
-        check_names("norm", gpt.NORMS, self.norm)
-        check_names("mlp", gpt.MLPS, self.mlp)
-        check_names("base", BASES, self.base)
-        check_names("coordinates", ("intrinsic", "angles"), self.coordinates)
-        check_names("scale", ("auto", "free", "fixed"), self.scale)
-        check_names("precision", PRECISIONS, self.precision)
-
     @property
     def head_count(self) -> int:
         """How many heads there are."""
         return self.heads or max(1, self.width // 64)
-
-
-def _check(condition: bool, name: str, rule: str, value: Any) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {rule}; got {value}.")
 
 
 @dataclass(frozen=True)
@@ -278,26 +266,21 @@ def _list_numbers(text: str, config: Record) -> Iterator[dict[str, Any]]:
 
 
 def read_method(text: str) -> tuple[str, dict[str, list[Any]]]:
-    """Return a method and the numbers that it was given for itself.
-
-    Example:
-        >>> read_method("muon:lr=0.01,0.02:decay=0.3")
-        ('muon', {'lr': [0.01, 0.02], 'decay': [0.3]})
-    """
-    method, *parts = text.split(":")
+    """Return a method and the numbers and schedules that it was given for itself."""
+    method = text.partition(":")[0]
     check_names("each of methods", METHODS, method)
-    chosen: dict[str, list[Any]] = {}
-    for part in parts:
-        option, _, values = part.partition("=")
-        is_known = option in METHODS[method] or option == "schedule"
-        try:
-            read: Any = str if option == "schedule" else float
-            chosen[option] = [read(value) for value in values.split(",")]
-        except ValueError:
-            is_known = False
-        if not is_known:
+    readers: dict[str, Any] = dict.fromkeys(METHODS[method], float)
+    return read_options(text, readers | {"schedule": str})
+
+
+def check_used(config: Record) -> None:
+    """Raise ValueError where a sweep has values of a number that none of its methods takes."""
+    methods = [read_method(text) for text in config["methods"]]
+    for number, several in NUMBERS.items():
+        takers = [name for name, numbers in METHODS.items() if number in numbers]
+        is_used = any(method in takers and number not in own for method, own in methods)
+        if config[several] is not None and not is_used:
             raise ValueError(
-                f"options of {method} are {', '.join(METHODS[method])} and schedule, with values "
-                f"between commas as in muon:lr=0.01,0.02:decay=0.1; got {part!r}."
+                f"{several} are numbers of the methods {', '.join(takers)}; got methods "
+                f"{', '.join(config['methods'])}, which take none. Leave {several} out."
             )
-    return method, chosen

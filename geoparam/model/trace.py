@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from geoparam.graph import Graph, Node
-from geoparam.inspection import arguments_of, call, inspection_mode, refuse_unready, tensors_in
+from geoparam.model.graph import Graph, Node
+from geoparam.model.run import arguments_of, call, inspection_mode, refuse_unready, tensors_in
 from geoparam.model.unit_layers import find_channel
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name

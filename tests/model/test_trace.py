@@ -14,10 +14,10 @@ from function_model import FunctionModel
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from geoparam.graph import Graph
 from geoparam.layers import GmPConv2d, GmPLinear
+from geoparam.model.graph import Graph
+from geoparam.model.trace import output_layers, trace
 from geoparam.norm import InputMeanNorm
-from geoparam.trace import output_layers, trace
 
 PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 

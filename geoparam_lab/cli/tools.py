@@ -1,4 +1,4 @@
-"""Commands of the library: fold a checkpoint, bench in a checkout."""
+"""geoparam fold and geoparam bench: fold a checkpoint, run a benchmark of a checkout."""
 
 import subprocess
 import sys
@@ -8,21 +8,19 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-import geoparam as gp
-from geoparam.storage import printable
-
 
 def fold(
     checkpoint: Annotated[Path, Argument(help="The safetensors file of a converted model.")],
     out: Annotated[Path, Argument(help="The safetensors file to write.")],
     like: Annotated[
         Path | None,
-        Option(help="A safetensors file of the plain model, for the shapes of convolutions."),
+        Option(help="A safetensors file of the plain model, which has the convolutions' shapes."),
     ] = None,
     force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
     """Turn the checkpoint of a converted model into one of the plain model."""
     from geoparam.checkpoints import fold_file
+    from geoparam.storage import printable
 
     try:
         fold_file(checkpoint, out, like=like, force=force)
@@ -36,11 +34,11 @@ def fold(
 def bench(
     context: typer.Context,
     name: Annotated[
-        str | None, Argument(help="Which one; without a name they are listed.")
+        str | None, Argument(help="Benchmark to run; without a name they are listed.")
     ] = None,
 ) -> None:
-    """Run a performance comparison; what follows its name is given to it, also -- --help."""
-    folders = (Path(gp.__file__).parents[1], Path.cwd())  # the package's, or the current one
+    """Run a benchmark of a checkout; words after its name are passed to it, also -- --help."""
+    folders = (Path(__file__).parents[2], Path.cwd())  # the package's, or the current one
     root = next((each for each in folders if (each / "benchmarks/__init__.py").exists()), None)
     if root is None:
         sys.exit(

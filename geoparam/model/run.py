@@ -76,12 +76,6 @@ def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     return not parameters and not module._buffers and not modules
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, a linear layer with weight (in, out)."""
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 def full_tensor(value: Any) -> Tensor:
     """Return a tensor whole, also where FSDP keeps it in shards: then all processes take part."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

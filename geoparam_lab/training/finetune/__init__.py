@@ -1,0 +1,1 @@
+"""Fine-tuning of a pretrained network with BatchNorm: settings and runs, network, images, loop."""

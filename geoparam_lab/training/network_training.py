@@ -1,0 +1,157 @@
+"""A run of a network in progress: what runs on images and on text share.
+
+A run has parts, epochs of images or stretches of text. A step launches its work on the device and
+waits for nothing. The loss stays there and is read every 50 steps, to notice a run that has
+diverged. After a part the network is evaluated, and the state may be written from which the run
+can go on.
+
+`state_dict` is everything that a run needs for that. The batches of a step depend on seed and step
+alone, so a resumed run repeats the same steps, and on one device in deterministic mode (on a CPU
+always) the same bits.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training.run_checkpoints import State
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+StepReport = Callable[..., None]  # takes where a run is, and examples or bytes per second
+
+LOOK_EVERY = 50  # steps between two reads of the loss
+FINISHED, DIVERGED = "finished", "diverged"  # outcomes
+
+
+class NetworkTraining:
+    """A run in progress, in one of the processes that train together.
+
+    `wrapped_model` is the network as it is trained, perhaps inside DDP; `model` is without.
+    """
+
+    PLAIN: tuple[str, ...] = ()  # attributes that a checkpoint holds as they are
+
+    def __init__(
+        self,
+        settings: Any,
+        accelerator: "Accelerator",
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        report: StepReport | None,
+    ) -> None:
+        self.settings, self.accelerator = settings, accelerator
+        self.device = accelerator.device
+        self.is_main = accelerator.is_main_process  # in the process that writes
+        self.wrapped_model, prepared = accelerator.prepare(model, optimizer)
+        # Accelerate's wrapper is for fp16, and looks for a package on disk in every step: 0.4 ms.
+        self.optimizer: torch.optim.Optimizer = prepared.optimizer
+        self.model: Any = accelerator.unwrap_model(self.wrapped_model, keep_fp32_wrapper=True)
+        if settings.compile:
+            torch.compiler.reset()  # torch compiles eight variants and no more, some per network
+            self.wrapped_model.compile()
+        self.model.train()
+
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.factor = 1.0  # of all rates
+        self.step = 0
+        self.seconds = 0.0  # of training, evaluations aside
+        self.outcome: str | None = None
+        self._report = report if self.is_main else None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where a run is, for `report`."""
+        raise NotImplementedError
+
+    @property
+    def step_size(self) -> int:
+        """How many images or bytes there are in a step."""
+        raise NotImplementedError
+
+    def load_part(self) -> Iterable[tuple[Tensor, ...]]:
+        """Return the batches of the next part."""
+        raise NotImplementedError
+
+    def find_factor(self) -> float:
+        """Return what rates are multiplied by in this step."""
+        raise NotImplementedError
+
+    def train_on(self, *batch: Tensor) -> None:
+        """Make one step of the optimizer."""
+        raise NotImplementedError
+
+    def has_diverged(self) -> bool:
+        """Return whether the loss says so; a collective call that waits for the device."""
+        raise NotImplementedError
+
+    def end_part(self) -> None:
+        """Evaluate, and decide how to go on."""
+        raise NotImplementedError
+
+    def keep(self, folder: Path) -> None:
+        """Write a checkpoint, if one is due."""
+        raise NotImplementedError
+
+    def train_part(self) -> None:
+        """Do all steps of a part, or until the loss is no longer finite: that is an outcome."""
+        batches = self.load_part()
+        start, first = time.perf_counter(), self.step
+        for batch in batches:
+            self.factor = self.find_factor()
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * self.factor
+            self.train_on(*batch)
+            self.step += 1
+            if self._report is not None:
+                seen = (self.step - first) * self.step_size
+                self._report(*self.place, seen / (time.perf_counter() - start))
+            if self.step % LOOK_EVERY == 0 and self.has_diverged():
+                break
+        if self.has_diverged():
+            self.outcome = DIVERGED
+        self.seconds += time.perf_counter() - start
+
+    def finish(self, folder: Path) -> None:
+        """Do the rest of a run."""
+        while self.outcome is None:
+            self.train_part()
+            if self.outcome is None:
+                self.end_part()
+            self.keep(folder)
+
+    def resume(self, folder: Path) -> State | None:
+        """Go on from the checkpoint in a folder, and return that; None if there is none.
+
+        All processes call it.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        [state] = broadcast_object_list([run_checkpoints.read(folder) if self.is_main else None])
+        if state is None:
+            return None
+        try:
+            self.load_state_dict(state)
+        except (RuntimeError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
+                "the run starts anew."
+            ) from error
+        return state
+
+    def state_dict(self) -> State:
+        """Return the state to resume from; a collective call, complete in the main process."""
+        plain = {name: getattr(self, name) for name in self.PLAIN}
+        return plain | run_checkpoints.get_state(self.model, self.optimizer, self.device)
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from the end of a part."""
+        for name in self.PLAIN:
+            setattr(self, name, state[name])
+        run_checkpoints.load_state(state, self.model, self.optimizer, self.device)
