@@ -1,7 +1,13 @@
-"""Checks of arguments at the edge: each raises a ValueError with the rule and what was got."""
+"""Checks of arguments at the edge: each raises a ValueError with the rule and what was got.
+
+`warn_user` is for what is allowed and yet looks wrong.
+"""
 
 import math
+import sys
+import warnings
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -47,6 +53,18 @@ def check_place(device: Any, dtype: Any) -> None:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is one of torch's, as 'cuda:0'; got {_show(device)}.") from error
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line that called us, whichever functions of torch are in between."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("geoparam", "torch"):
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 def _show(value: Any) -> str:

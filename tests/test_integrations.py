@@ -278,6 +278,24 @@ def test_trainers_adam_settings_are_the_rests_beside_muon(tmp_path: Path) -> Non
     assert "betas" not in units and rest["betas"] == (0.9, 0.95)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base": torch.optim.NAdam},
+        {"base": torch.optim.SGD, "rest": torch.optim.AdamW},
+        {"base": torch.optim.Muon, "rest": functools.partial(torch.optim.AdamW, fused=False)},
+        {"base": functools.partial(torch.optim.AdamW, amsgrad=True), "rest": torch.optim.Adam},
+    ],
+    ids=str,
+)
+def test_trainers_adam_settings_reach_whatever_has_betas(tmp_path: Path, options: Any) -> None:
+    settings = {"adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    trainer = make_trainer(tmp_path, options, learning_rate=0.02, **settings)
+    units, rest = trainer.create_optimizer().param_groups
+    for group in (units, rest) if "betas" in units else (rest,):
+        assert (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-6)
+
+
 def test_what_the_factory_is_given_counts_before_trainers_settings(tmp_path: Path) -> None:
     options = {**ADAMW, "lr": 0.5, "betas": (0.7, 0.7)}
     trainer = make_trainer(tmp_path, options, learning_rate=0.02, adam_beta2=0.95)

@@ -5,6 +5,7 @@ In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.
 """
 
 import functools
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class Geometric:
 
     Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before. It does
     not hand its own settings to such an optimizer, so give them as `args`: `learning_rate`,
-    `weight_decay`, and, for AdamW as base or as Muon's rest, `adam_beta1`, `adam_beta2` and
+    `weight_decay`, and, for base and rest where they have betas, `adam_beta1`, `adam_beta2` and
     `adam_epsilon`. An option that you name yourself counts more.
 
     Example:
@@ -109,23 +110,37 @@ class Geometric:
 
     def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> GeometricOptimizer:
         if args is not None:
-            settings = _read_settings(args, options.get("base"), "rest" in options)
-            named = getattr(options.get("base"), "keywords", {})  # by a partial
-            settings = {key: settings[key] for key in settings if key not in named}
-            options = {**settings, **options}
+            options = _add_settings(args, options)
         return GeometricOptimizer(model, **options)
 
 
-def _read_settings(args: Any, base: Any, has_rest: bool) -> dict[str, Any]:
-    """Return the options that Trainer's arguments stand for."""
+def _add_settings(args: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options, and those that Trainer's arguments stand for where none is named."""
     settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    kind = getattr(base, "func", base)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
+    base, rest = options.get("base", torch.optim.SGD), options.get("rest")
+    if rest is None and _find_class(base) is torch.optim.Muon:
+        rest = torch.optim.AdamW
+
+    if _has_betas(base):
         settings |= adam
-    elif kind is torch.optim.Muon and not has_rest:
-        settings["rest"] = functools.partial(torch.optim.AdamW, **adam)
+    named = getattr(base, "keywords", {})
+    settings = {key: settings[key] for key in settings if key not in named} | options
+    if _has_betas(rest):
+        if _find_class(rest) is _find_class(base):  # they share options
+            adam = {key: options.get(key, adam[key]) for key in adam}
+        named = {**adam, **getattr(rest, "keywords", {})}
+        settings["rest"] = functools.partial(rest, **named)
     return settings
+
+
+def _find_class(make: Any) -> Any:
+    return getattr(make, "func", make)
+
+
+def _has_betas(make: Any) -> bool:
+    kind = _find_class(make)
+    return callable(kind) and "betas" in inspect.signature(kind).parameters
 
 
 class Retract(TrainerCallback):

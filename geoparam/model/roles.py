@@ -1,10 +1,10 @@
 """What a layer is for in its model: an output layer, a router, a layer before a norm."""
 
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from geoparam.arguments import warn_user
 from geoparam.model.graph import Graph
 from geoparam.model.trace import output_layers
 from geoparam.model.unit_layers import UnitWeight
@@ -33,9 +33,9 @@ def find_outputs(
 ) -> dict[str, str]:
     """Return the output layers and why they count as such.
 
-    In a run, those that outputs come from. Without one, the layer that is tied to an embedding or
-    the only one of its shape, else the last in order; the order also decides for layers that did
-    not run, as heads for training only.
+    In a run, those that outputs come from. Without one, the layer that is tied to an embedding,
+    or the only one of its shape if it comes last or can read what comes last, else the last in
+    order. The order also decides for layers that did not run, as heads for training only.
     """
     reason = "the output layer"
     if graph is not None:
@@ -46,22 +46,44 @@ def find_outputs(
     embeddings = find_embeddings(model)
     if any(c.weight is w for c in candidates for w in embeddings):
         return {}
-    shapes = {w.shape for w in embeddings}
-    heads = [c.layer for c in candidates if c.weight.shape in shapes]
-    if len(heads) == 1:
-        return {heads[0]: f"{reason}: shaped as the embedding"}
-
     last = [layer for layer in output_layers(model) if not is_router(model, layer)]
-    for layer in last:
-        if _is_in_a_block(model, layer):
-            reason += ", by order; it ends a block"
-            warnings.warn(
-                f"{layer!r} is taken for the output layer because it comes last, but it looks "
-                "like the end of one of several equal blocks. If the output layer is another one, "
-                "give example_inputs or filter_fn.",
-                stacklevel=5,
+    ends_a_block = any(_is_in_a_block(model, layer) for layer in last)
+    head = _find_head(candidates, embeddings, last)
+    if head:
+        if head not in last and not ends_a_block:
+            warn_user(
+                f"{head!r} is taken for the output layer because it has an embedding's shape, "
+                f"but {', '.join(last)} comes last. If that is the output layer, give "
+                "example_inputs or filter_fn."
             )
+        return {head: f"{reason}: shaped as the embedding"}
+
+    if ends_a_block:
+        reason += ", by order; it ends a block"
+        warn_user(
+            f"{', '.join(map(repr, last))} is taken for the output layer because it comes last, "
+            "but it looks like the end of one of several equal blocks. If the output layer is "
+            "another one, give example_inputs or filter_fn."
+        )
     return dict.fromkeys(last, reason)
+
+
+def _find_head(
+    candidates: Sequence[UnitWeight], embeddings: Sequence[Tensor], last: Sequence[str]
+) -> str | None:
+    """Return the only layer of an embedding's shape, if it can be the head.
+
+    A head that does not come last, because it was registered first, reads what the last layer
+    computes. A layer in a block can have the shape of an embedding by chance.
+    """
+    shapes = {weight.shape for weight in embeddings}
+    alike = [c for c in candidates if c.weight.shape in shapes]
+    if len(alike) != 1:
+        return None
+    head = alike[0]
+    widths = [sum(c.parts) for c in candidates if c.layer in last]
+    reads_last = head.weight.shape[1] in widths
+    return head.layer if head.layer in last or reads_last else None
 
 
 def _is_in_a_block(model: nn.Module, layer: str) -> bool:

@@ -311,12 +311,12 @@ class _Named:
 
     def find(self, *names: str) -> Any:
         self.names.append(strip_wrappers(names[0]))
-        for end, value in self.values.items():
-            for name in map(strip_wrappers, names):
-                if name == end or name.endswith(f".{end}"):
-                    self.used.add(end)
-                    return value
-        return None
+        fitting = []
+        for end in self.values:
+            if any(f".{strip_wrappers(name)}".endswith(f".{end}") for name in names):
+                fitting.append(end)
+        self.used.update(fitting)
+        return self.values[max(fitting, key=len)] if fitting else None  # the most specific
 
     def refuse_unused(self) -> None:
         if unused := [end for end in self.values if end not in self.used]:

@@ -28,7 +28,6 @@ class AngularBlock(Block):
         self._start_angles()
         metrics = torch.cat([weight.state["metric"] for weight in self.weights])
         self.scale = (self.lengths * self.layers.per_row(metrics).sqrt())[:, None]
-        self.has_zero_layers = False  # R is a part of what is stored
         self.stored = self._join_state("direction")
         self.increment, self.gradient = self.stored.new_zeros(2, *self.stored.shape)
         self._add_result(self.stored, self.increment)
@@ -95,16 +94,18 @@ class AngularBlock(Block):
         self.stored_r.copy_(torch.where(is_changed, r, self.stored_r))
         self._store_directions(self.stored, is_changed, self.before * sign[:, None])
 
-    def _compute_directions(self, angle: float | Tensor) -> None:
+    def _compute_directions(self, angle: float | Tensor | None, max_angle: float | None) -> None:
         """Compute rows from the stepped angles; a row that was not stepped keeps its digits."""
         is_still = (self.increment == 0).all(dim=1) & (self.r == self.r_before)
         self.increment.add_(self.stored)
-        if self.max_turn is not None:
-            self._limit(math.radians(self.max_turn))
+        if max_angle is not None:
+            self._limit(max_angle)
 
-        # A row that never had a direction takes that of the descent: it had no angles to step.
+        # A row that never had a direction had no angles to step: it takes that of the descent, or
+        # of the ascent where r was stepped below 0, as with maximize=True.
         is_born = self.is_new & self.g.any(dim=1)
-        self._store_directions(self.increment, is_born, -self.g)
+        sign = torch.where(self.r < 0, 1, -1)
+        self._store_directions(self.increment, is_born, self.g * sign[:, None])
         self.r.copy_(torch.where(self.is_new, is_born * self.r.abs(), self.r))
 
         rows = self._compute_rows(self.increment, self.r * ~self.is_pruned)

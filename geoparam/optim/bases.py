@@ -125,7 +125,10 @@ class Recipe:
         return total, optimizer
 
 
-_ADVICE = "Use one of torch's own: SGD, Adam, AdamW, RMSprop, Adagrad, Muon."
+_ADVICE = (
+    "Use one of torch's own: SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Rprop, Adagrad, "
+    "Adadelta, ASGD with lambd=0, Muon."
+)
 
 
 def _find_fault(optimizer: Optimizer, rate: Any) -> str:

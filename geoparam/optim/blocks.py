@@ -141,8 +141,6 @@ class Block:
     Args:
         weights: those with a bias come first.
         match: whether directions are stored at the layers' lengths R, not at 1.
-        turns: whether layers turn by the angle that `compute` receives.
-        max_turn: the largest angle by which one unit turns in a step, in degrees.
 
     Attributes:
         variables: what the inner optimizers step.
@@ -150,13 +148,10 @@ class Block:
             computed, by type: one call copies many tensors of one type.
     """
 
-    def __init__(
-        self, weights: list[Weight], *, match: bool, turns: bool, max_turn: float | None
-    ) -> None:
+    def __init__(self, weights: list[Weight], *, match: bool) -> None:
         self.weights = weights
+        self.group = weights[0].group
         self.match = match
-        self.turns = turns
-        self.max_turn = max_turn
         self.layers = Layers(weights)
         self.counts = [weight.rows for weight in weights]
         self.masters: list[tuple[Tensor, Tensor]] = []
@@ -190,6 +185,7 @@ class Block:
         norms = [torch.linalg.vector_norm(x.double(), dim=1) for x in rows]  # their squares fit
         r = torch.cat(norms)
         sums, nonzeros = self.layers.sums(r, r != 0).unbind(dim=1)
+        self._refuse_zero_rows(nonzeros)
         lengths = (nonzeros > 0).to(sums)
         if self.match:
             lengths = sums / nonzeros.clamp(min=1)
@@ -202,6 +198,17 @@ class Block:
                 weight.state["fan_in"] = weight.unit.fan_in
                 weight.state["is_fixed"] = int(weight.unit.is_fixed)
 
+    def _refuse_zero_rows(self, nonzeros: Tensor) -> None:
+        """Raise where a new layer with a fixed r has a row of zeros, which could never grow."""
+        full = (nonzeros == self.layers.sizes).split(self.layers.parts)
+        for weight, is_full in zip(self.weights, full, strict=True):
+            if weight.unit.is_fixed and "r" not in weight.state and not is_full.all():
+                raise ValueError(
+                    f"{weight.unit.name!r} has a row of zeros, which cannot grow while r is "
+                    "fixed: load weights before the optimizer is built, so that this layer stays "
+                    "plain, or give scale='free'."
+                )
+
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
         self.stored_r = self._join_state("r")
@@ -211,15 +218,15 @@ class Block:
         lengths = torch.cat([weight.state["length"] for weight in self.weights])
         self.lengths = self.layers.per_row(replace_zeros(lengths))
         self.began_as_zeros = self.layers.per_row(lengths == 0)
-        self.has_zero_layers = self.match and not lengths.all()
+        self.has_zero_layers = not lengths.all()
+        self.pace = self.stored_r.new_ones(len(self.stored_r))
 
-        for weight, r, grad in self._divide(self.r, self.grad_r):
+        for weight, r, grad, pace in self._divide(self.r, self.grad_r, self.pace):
+            # A layer of zeros has far to grow: under Adam a plain row's length steps by
+            # sqrt(n) lr, and r by lr.
+            pace.fill_(math.sqrt(weight.unit.fan_in))
             if not weight.unit.is_fixed:
-                scale = self._add_variable("r", weight, r, grad)
-                if not weight.state["length"].any():
-                    # A layer of zeros has far to grow: under Adam a plain row's length steps by
-                    # sqrt(n) lr, and r by lr.
-                    scale.pace = math.sqrt(weight.unit.fan_in)
+                self._add_variable("r", weight, r, grad)
 
     def _join_state(self, key: str) -> Tensor:
         """Return an entry of all weights as one tensor, of which their states get views."""
@@ -296,7 +303,7 @@ class Block:
         for half, master in self.masters:  # the parameter may have been written since
             is_same = master.to(half.dtype) == half
             master.copy_(torch.where(is_same, master, half))
-        if self.has_zero_layers:  # they have no first length: R is the present one
+        if self.match and self.has_zero_layers:  # without a first length, R is the present one
             means = self._spread_mean(self.stored_r)
             self.lengths = torch.where(self.began_as_zeros, means, self.lengths)
 
@@ -358,22 +365,26 @@ class Block:
 
     # ---- after the optimizers have stepped
 
-    def compute(self, angle: float | Tensor) -> None:
+    def compute(self, angle: float | Tensor | None, max_angle: float | None) -> None:
         """Compute new weights and biases from what the optimizers have stepped.
 
         Args:
-            angle: by which layers turn, root mean square, in radians; unused without `turns`.
+            angle: by which layers turn, root mean square, in radians; None where steps decide.
+            max_angle: the most by which one unit turns, in radians.
         """
-        if self.turns or self.max_turn is not None:
+        if self.has_zero_layers:
+            grown = self.r_before + self.pace * (self.r - self.r_before)
+            self.r.copy_(torch.where(self.began_as_zeros, grown, self.r))
+        if angle is not None or max_angle is not None:
             self._keep_signs()
-        self._compute_directions(angle)
+        self._compute_directions(angle, max_angle)
         if self.biases:
             self._compute_biases()
         # A pruned row has no r now; its sign is kept for when it comes back.
         self.r.copy_(torch.where(self.is_pruned, self.stored_r, self.r))
 
     def _keep_signs(self) -> None:
-        """Where r would pass 0, and its unit turn round, leave a tenth of r, or SMALLEST_R R.
+        """Where r would reach or pass 0, and its unit turn round, leave a tenth, or SMALLEST_R R.
 
         A unit with one input has no angle: its r may pass 0.
         """
@@ -382,16 +393,17 @@ class Block:
         size = self.r_before.abs()
         least = torch.minimum(size, SMALLEST_R * self.lengths)
         kept = torch.maximum(0.1 * size, least).copysign(self.r_before)
-        has_passed = self.r * self.r_before < 0
+        has_passed = torch.where(self.r_before > 0, self.r <= 0, self.r >= 0)
+        has_passed &= self.r_before != 0
         self.r.copy_(torch.where(has_passed, kept, self.r))
 
-    def _compute_directions(self, angle: float | Tensor) -> None:
+    def _compute_directions(self, angle: float | Tensor | None, max_angle: float | None) -> None:
         """Turn each unit towards its increment: w = r (cos(t) u + sin(t) e).
 
         e is the increment's direction across u, (d - along u) / across; so w = a w + b d.
         """
         along, across = self.rows.measure(self.w, self.d, self.r_before, self.grad_d)
-        turn = self._find_turn(along, across, angle)
+        turn = self._find_turn(along, across, angle, max_angle)
         # A row that never had a direction takes that of its increment, and a positive r.
         turn = torch.where(self.is_new, math.pi / 2, turn)
         born_r = self.r.abs() * (across > 0)
@@ -405,14 +417,16 @@ class Block:
         b = torch.where(is_kept, 0, b)
         self.rows.combine(self.w, self.d, a, b)
 
-    def _find_turn(self, along: Tensor, across: Tensor, angle: float | Tensor) -> Tensor:
+    def _find_turn(
+        self, along: Tensor, across: Tensor, angle: float | Tensor | None, max_angle: float | None
+    ) -> Tensor:
         """Return by which angle each unit turns.
 
         It is that between v and v + d, or, where layers turn by an angle, in proportion to
         `across`. A layer whose gradient is exactly 0 does not turn then, whatever its momentum.
         """
         most: Any = math.pi
-        if self.turns:
+        if angle is not None:
             squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
             rms = (squares / self.layers.sizes).sqrt()
             is_still = (rms == 0) | (moving == 0)
@@ -422,8 +436,8 @@ class Block:
             most = most.clamp(max=math.pi / 2)
         else:
             turn = torch.atan2(across, self.lengths + along)
-        if self.max_turn is not None:
-            most = math.radians(self.max_turn)
+        if max_angle is not None:
+            most = max_angle
         return turn.clamp(max=most)
 
     def _compute_biases(self) -> None:

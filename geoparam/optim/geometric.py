@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from geoparam.arguments import check_callable, check_flag, check_rate
+from geoparam.arguments import check_callable, check_flag, check_rate, warn_user
 from geoparam.model.run import unwrap
 from geoparam.model.trace import Filter
 from geoparam.model.unit_layers import Split, Stacks
@@ -21,10 +20,10 @@ from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularBlock
 from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest, find_device
 from geoparam.optim.blocks import Block, Weight
-from geoparam.optim.groups import divide_groups, list_params, undecayed_names
+from geoparam.optim.groups import divide_groups, list_params, mix_rest_options, undecayed_names
 from geoparam.optim.inner import InnerOptimizer, Variable, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import Unit, find_units, format_table
+from geoparam.optim.units import ZERO_ROW, Unit, find_units, format_table
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
 LARGEST_RATE = 0.5  # of Adam's kind: more is likely an angle
@@ -63,8 +62,10 @@ class GeometricOptimizer(Optimizer):
         rest: class of the optimizer for r, lam and every other parameter; by default the base's,
             AdamW where the base is Muon. A partial may name its own `lr` and `weight_decay`.
         groups: parameter groups, as torch's or timm's; each is divided into units and rest, and
-            keeps its other keys. A group's `lr` scales its turn along, unless it names a `turn`:
-            that is its angle at its own rate.
+            keeps its other keys, so that n groups become up to 2 n, which a list for a scheduler
+            must fit. A group's own `lr` scales its turn and its rest's rate by lr_group / lr,
+            unless it names a `turn`: that is its angle at its own rate. In a group without units
+            it is the rate itself, whatever rate `rest` names.
         filter_fn: which layers have units, `filter_fn(module, name)`; by default all but the
             output layer and routers.
         example_inputs: inputs on which the model is run once, to find its output layers and the
@@ -112,7 +113,6 @@ class GeometricOptimizer(Optimizer):
     ) -> None:
         decay = base_options.pop("weight_decay", None)
         _check_choices(coordinates, scale)
-        _check_angles(turn, max_turn, coordinates)
         check_rate("lr", lr)
         check_rate("scale_decay", scale_decay)
         for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
@@ -120,8 +120,13 @@ class GeometricOptimizer(Optimizer):
                 check_rate(name, rate)
         check_flag("match", match)
         check_callable("filter_fn", filter_fn, "filter_fn(module, name)")
-        if turn is not None and not lr:
-            raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
+        settings = {"turn": turn, "max_turn": max_turn, "coordinates": coordinates}
+        _check_angles({**settings, "lr": lr, "start_lr": float(lr)})
+        if turn is not None and turn < LEAST_TURN:
+            warn_user(
+                f"turn={turn} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
+                "everything else is lr."
+            )
         check_options(base, base_options, inspect.signature(GeometricOptimizer).parameters)
 
         model = unwrap(model)
@@ -134,35 +139,31 @@ class GeometricOptimizer(Optimizer):
         self._base = Recipe("base", base, lr, base_options, find_device(model))
         self._rest = choose_rest(self._base, rest, lr, base_options, model)
         if turn is not None and "betas" in self._rest.defaults and float(lr) >= LARGEST_RATE:
-            warnings.warn(
+            warn_user(
                 f"lr={float(lr):g} is the rate at which {self._rest.name} steps all that is "
-                f"not a direction; it is far too large. The angle is turn={turn:g}.",
-                stacklevel=2,
+                f"not a direction; it is far too large. The angle is turn={turn:g}."
             )
         self._coordinates = coordinates
         self._match = match
-        self._max_turn = max_turn
         self._guesses_scale = scale == "auto"
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in params.values())
         self._has_warned = False
         self._built: _Built | None = None
 
-        unit_options = self._make_unit_options(lr, turn)
+        unit_options = self._make_unit_options(lr, turn, max_turn)
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
         unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
-        for group in divided:
-            check_rate("a group's lr", group["lr"])
-            if group.get("turn") not in (None, turn):  # the group names one
-                _check_angles(group["turn"], max_turn, coordinates)
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
         self.defaults = dict(self._base.defaults)
         if "betas" not in self._rest.defaults:
             self.defaults.pop("betas", None)
 
-    def _make_unit_options(self, lr: float | Tensor, turn: float | None) -> dict[str, Any]:
+    def _make_unit_options(
+        self, lr: float | Tensor, turn: float | None, max_turn: float | None
+    ) -> dict[str, Any]:
         """Return the options of unit groups, in plain values that any loader takes."""
         return {
             **self._base.defaults,
@@ -172,6 +173,7 @@ class GeometricOptimizer(Optimizer):
             "coordinates": self._coordinates,
             "match": self._match,
             "turn": turn,
+            "max_turn": max_turn,
             "start_lr": float(lr),
         }
 
@@ -202,7 +204,10 @@ class GeometricOptimizer(Optimizer):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those that come after construction are part of the rest."""
+        """Add parameters; those that come after construction are part of the rest.
+
+        They step at the group's own `lr` if it names one, else at the rest's rate.
+        """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise ValueError(f"a group is a dict with 'params'; got {param_group!r}.")
         group = dict(param_group)
@@ -212,7 +217,15 @@ class GeometricOptimizer(Optimizer):
                 raise ValueError(f"a group's 'params' are parameters; got {params}.")
             first = len(self._list_params())
             names = [f"added.{first + i}" for i in range(len(params))]
-            group = {**self._rest_options, **group, "params": params, "param_names": names}
+            if group.get("turn") is not None or group.get("max_turn") is not None:
+                raise ValueError(
+                    "a group that is added later is part of the rest and has no units to turn: "
+                    "give it to the constructor, in groups=."
+                )
+            options = mix_rest_options(self._rest_options, group)
+            group = {**options, "params": params, "param_names": names}
+        check_rate("a group's lr", group["lr"])
+        _check_angles(group)
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups must not share the tensor
         super().add_param_group(group)
@@ -232,52 +245,32 @@ class GeometricOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without a gradient are left as they are."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch._C._DisableAutocast():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            self._check_group(group)
         built = self._prepare()
-        angles = [self._find_angle(group) for group in self.param_groups]
         try:
             for block in built.blocks:
                 block.read()  # w = r u, b = r lam: from dL/dw and dL/db to dL/du, dL/dr, dL/dlam
             for inner in built.inner:
                 inner.step(self.param_groups)  # the base steps u; the rest r, lam and all others
             for block in built.blocks:
-                block.compute(angles[block.weights[0].group])  # the new w and b
+                block.compute(*_find_angles(self.param_groups[block.group]))  # the new w and b
             for block in built.blocks:
                 block.write()
         finally:
             for block in built.blocks:
                 block.release()
-        return loss
 
-    def _find_angle(self, group: dict[str, Any]) -> Any:
-        """Return by how many radians the units of a group turn; 0 where the rate decides.
-
-        A rate in a tensor is not checked: that would wait for the GPU.
-        """
-        if group.get("turn") is None:
-            return 0.0
-        if not isinstance(group["lr"], Tensor):
-            peak = max(group["lr"], group.get("max_lr", 0.0))  # as OneCycleLR notes it
-            if peak > 4 * group["start_lr"]:
-                self._question_peak(float(peak), group["turn"], group["start_lr"])
-        return math.radians(1) * _find_degrees(group)
-
-    def _question_peak(self, peak: float, turn: float, start_lr: float) -> None:
-        """Warn of a rate that makes a far larger angle than was asked for, or refuse it."""
-        angle = turn * peak / start_lr
-        words = f"a rate of {peak:g} turns units by {angle:g} degrees: turn={turn:g} is for "
-        words += f"lr={start_lr:g}. "
-        if math.isclose(peak, turn):
-            raise ValueError(
-                f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
-                "for all groups, not max_lr=[turn, lr]."
-            )
-        words += f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}; to "
-        words += "look for a good angle, vary turn."
-        if angle > 90:
-            most = start_lr * 90 / turn
-            raise ValueError(f"{words} A search over rates must end at {most:g}, at 90 degrees.")
-        if not self._has_warned:
-            warnings.warn(words, stacklevel=8)
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse angles that no unit can turn by, and warn once of far larger ones than `turn`."""
+        question = _check_angles(group)
+        if question and not self._has_warned:
+            warn_user(question)
             self._has_warned = True
 
     # ---- what is built at the first step, and again where parameters have changed since
@@ -298,10 +291,9 @@ class GeometricOptimizer(Optimizer):
         inner = self._build_inner(blocks)
         self._built = _Built(blocks, inner, self._find_fingerprint())
         if not any(p.grad is not None for _, _, p in self._list_params()):
-            warnings.warn(
+            warn_user(
                 "no parameter of this optimizer has a gradient: was the model sharded, or its "
-                "parameters replaced, after the optimizer was built?",
-                stacklevel=7,
+                "parameters replaced, after the optimizer was built?"
             )
         return self._built
 
@@ -350,9 +342,8 @@ class GeometricOptimizer(Optimizer):
 
         blocks = []
         for (kind, _), weights in alike.items():
-            turns = self.param_groups[weights[0].group]["turn"] is not None
             weights.sort(key=lambda weight: weight.bias is None)
-            blocks.append(kind(weights, match=self._match, turns=turns, max_turn=self._max_turn))
+            blocks.append(kind(weights, match=self._match))
         return blocks
 
     def _check_weight(self, unit: Unit, param: Any) -> None:
@@ -390,15 +381,17 @@ class GeometricOptimizer(Optimizer):
 
         Tensors keep their types, except moments of the rest, which have their parameter's.
 
-        The saved `turn` and its rate count, whatever this optimizer was built with.
+        The saved `turn`, its rate and `max_turn` count, whatever this optimizer was built with.
         """
         saved_states.check_form(state_dict)
         self._fit_units()
-        states = saved_states.find_states(self.param_groups, state_dict, self._units)
+        held = {unit.name for unit in self._units if unit.is_fixed}
+        held |= {name for name, why in self._plain.items() if why == ZERO_ROW}
+        states = saved_states.find_states(self.param_groups, state_dict, self._units, held)
 
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            groups.append({**saved, "param_names": mine["param_names"]})
+            groups.append({**mine, **saved, "param_names": mine["param_names"]})
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built = None
 
@@ -436,8 +429,8 @@ class GeometricOptimizer(Optimizer):
                     words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
                     if rate != group["start_lr"]:
                         words.append(f"now {float(_find_degrees(group)):g} at lr {rate:g}")
-                if self._max_turn is not None:
-                    words.append(f"max_turn {self._max_turn:g}")
+                if group["max_turn"] is not None:
+                    words.append(f"max_turn {group['max_turn']:g}")
                 words += _describe_momentum(group, self._base.defaults)
                 words.append("no decay")
             else:
@@ -499,32 +492,57 @@ def _check_choices(coordinates: str, scale: str) -> None:
         raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
 
 
-def _check_angles(turn: Any, max_turn: Any, coordinates: str) -> None:
-    """Raise where units cannot turn so, and warn of a turn that may be a rate."""
-    for name, value in (("turn", turn), ("max_turn", max_turn)):
+def _check_angles(group: Mapping[str, Any]) -> str:
+    """Raise where units cannot turn so; return a question where the rate's angle looks too large.
+
+    A rate in a tensor is not checked: that would wait for the GPU.
+    """
+    turn, max_turn, start_lr = group.get("turn"), group.get("max_turn"), group.get("start_lr")
+    for name, value, most in (("turn", turn, 90), ("max_turn", max_turn, 180)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        most = 90 if name == "turn" else 180
         if value is not None and not (is_number and 0 < value <= most):
             raise ValueError(
                 f"{name} is an angle in degrees, above 0 and at most {most}; got {value!r}."
             )
     if turn is None:
-        return
-    if max_turn is not None and max_turn < turn:
-        raise ValueError(
-            f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
-        )
-    if coordinates == "angles":
+        return ""
+    if group["coordinates"] == "angles":
         raise ValueError(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
             "max_turn bounds the turn of angles."
         )
-    if turn < LEAST_TURN:
-        warnings.warn(
-            f"turn={turn} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
-            "everything else is lr.",
-            stacklevel=3,
+    if max_turn is not None and max_turn < turn:
+        raise ValueError(
+            f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
         )
+    if not start_lr:
+        raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
+    if isinstance(group["lr"], Tensor):
+        return ""
+
+    peak = group.get("max_lr", 0.0)  # as OneCycleLR notes it
+    rate = max(group["lr"], peak)
+    angle = turn * (rate / start_lr)
+    is_far = rate > 4 * start_lr
+    words = f"a rate of {rate:g} turns units by {angle:g} degrees: turn={turn:g} is for "
+    words += f"lr={start_lr:g}. "
+    if is_far and math.isclose(peak, turn):
+        raise ValueError(
+            f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
+            "for all groups, not max_lr=[turn, lr]."
+        )
+    words += f"If {rate:g} is the schedule's peak, build the optimizer with lr={rate:g}; to "
+    words += "look for a good angle, vary turn."
+    if angle > 90 * (1 + 1e-9):  # rounding aside
+        most = start_lr * 90 / turn
+        raise ValueError(f"{words} A search over rates must end at {most:g}, at 90 degrees.")
+    return words if is_far else ""
+
+
+def _find_angles(group: Mapping[str, Any]) -> tuple[Any, float | None]:
+    """Return by how many radians a group's layers turn, and single units at most, or None."""
+    angle = None if group["turn"] is None else math.radians(1) * _find_degrees(group)
+    return angle, None if group["max_turn"] is None else math.radians(group["max_turn"])
 
 
 def _find_ratio(rate: Any, lr: Any) -> float:

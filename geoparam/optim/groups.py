@@ -125,8 +125,7 @@ def divide_groups(
         of_units = {name: p for name, p in named.items() if name in unit_names}
         others = {name: p for name, p in named.items() if name not in unit_names}
 
-        rest = _make_group(others, {**rest_options, **given, "role": "rest"})
-        rest.pop("turn", None)
+        rest = _make_group(others, mix_rest_options(rest_options, given, bool(of_units)))
         if of_units:
             units = _make_group(of_units, {**unit_options, **given, "role": "units"})
             units["weight_decay"] = 0.0
@@ -155,6 +154,23 @@ def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[st
 
 def _make_group(named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "params": list(named.values()), "param_names": list(named)}
+
+
+def mix_rest_options(
+    options: Mapping[str, Any], given: Mapping[str, Any], has_units: bool = False
+) -> dict[str, Any]:
+    """Return the options of a group of the rest.
+
+    The `lr` that a group names is the one of `GeometricOptimizer` for this group: it scales the
+    units' turn and the rest's own rate alike. A group without units has only a rest, so that it
+    is the rate of that.
+    """
+    mixed = {**options, **given, "role": "rest"}
+    if "lr" in given and not has_units:
+        mixed["lr_ratio"] = mixed["scale_ratio"] = 1.0
+    mixed.pop("turn", None)
+    mixed.pop("max_turn", None)
+    return mixed
 
 
 def list_params(params: Any) -> list[Any]:

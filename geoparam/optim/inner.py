@@ -29,7 +29,6 @@ class Variable:
         group: the number of the outer group from which it has its options.
         parts: rows of each layer in it, where it is a matrix.
         decays: whether the group's weight decay acts on it.
-        pace: a factor of its rate.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Variable:
     group: int
     parts: tuple[int, ...] = ()
     decays: bool = False
-    pace: float = 1.0
 
 
 class InnerOptimizer:
@@ -47,7 +45,7 @@ class InnerOptimizer:
     def __init__(self, recipe: Recipe, variables: Sequence[Variable]) -> None:
         alike = defaultdict[Any, list[Variable]](list)
         for variable in variables:
-            alike[variable.name, variable.group, variable.decays, variable.pace].append(variable)
+            alike[variable.name, variable.group, variable.decays].append(variable)
         groups = []
         for members in alike.values():
             groups.append({"params": [variable.parameter for variable in members]})
@@ -116,9 +114,9 @@ def _find_rate_and_decay(variable: Variable, outer: dict[str, Any]) -> tuple[Any
     rate = outer["lr"]
     if variable.name == "direction":
         # A direction that turns by an angle does so whatever its rate.
-        return (1.0 if outer["turn"] else rate), 0.0
+        return (rate if outer["turn"] is None else 1.0), 0.0
     if variable.name == "r":
-        return rate * outer["scale_ratio"] * variable.pace, outer["scale_decay"]
+        return rate * outer["scale_ratio"], outer["scale_decay"]
     decay = outer.get("weight_decay", 0.0) if variable.decays else 0.0
     return rate * outer["lr_ratio"], decay
 

@@ -35,13 +35,17 @@ def check_form(state_dict: Any) -> None:
 
 
 def find_states(
-    groups: Sequence[Group], state_dict: Group, units: Sequence[Unit]
+    groups: Sequence[Group], state_dict: Group, units: Sequence[Unit], held: set[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the saved states by the names of parameters; raise where they do not fit."""
+    """Return the saved states by the names of parameters; raise where they do not fit.
+
+    Args:
+        held: weights that are units or not by whether a row is zero, since their r is fixed.
+    """
     saved = state_dict["param_groups"]
     pairs: Any = zip_longest(groups, saved, fillvalue={})
     for i, (mine, theirs) in enumerate(pairs):
-        _check_names(i, mine, theirs)
+        _check_names(i, mine, theirs, held)
         _check_settings(i, mine, theirs)
 
     keys = chain.from_iterable(group["params"] for group in saved)
@@ -68,16 +72,19 @@ def _check_settings(i: int, mine: Group, theirs: Group) -> None:
             )
 
 
-def _check_names(i: int, mine: Group, theirs: Group) -> None:
+def _check_names(i: int, mine: Group, theirs: Group, held: set[str]) -> None:
     """Raise where a group has other parameters. Groups without names are known by their order."""
     if theirs and "param_names" not in theirs:
         return
     here, there = _list_names(mine), _list_names(theirs)
     if here != there:
+        hint = ""
+        if held.intersection(here) ^ held.intersection(there):
+            hint = ", and where r is fixed, with the same rows of zeros in the weights"
         raise ValueError(
             f"the state's group {i} differs from the optimizer's in "
-            f"{sorted({*here} ^ {*there}) or here}. Build the optimizer with the same options; "
-            "where r is fixed, before weights with rows of zeros are loaded."
+            f"{sorted({*here} ^ {*there}) or here}. Build the optimizer with the same options"
+            f"{hint}."
         )
 
 

@@ -22,6 +22,8 @@ from geoparam.model.run import group_by_memory, refuse_lazy, strip_wrappers
 from geoparam.model.trace import Filter, trace
 from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
 
+ZERO_ROW = "a row of zeros cannot grow while r is fixed"
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -88,7 +90,7 @@ def find_units(
         norm = norms.get(candidate.layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
         if is_fixed and _has_zero_row(candidate):
-            plain[name] = "a row of zeros cannot grow while r is fixed"
+            plain[name] = ZERO_ROW
             continue
 
         unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
@@ -111,7 +113,10 @@ def _describe_owner(model: nn.Module, name: str) -> str:
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and name.endswith("weight"):
         return "an embedding"
-    return "a router" if type(owner).__name__.endswith("Router") else "not in a known layer"
+    if type(owner).__name__.endswith("Router"):
+        return "a router"
+    is_stacked = model.get_parameter(name).ndim == 3
+    return "not in a known layer" + is_stacked * "; experts? Then give stacks="
 
 
 def _check_model(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from plain_models import (
     assert_same_weights,
+    backward,
     build,
     mlp,
     rms,
@@ -16,6 +17,7 @@ from plain_models import (
     through_a_file,
     train,
 )
+from torch import nn
 from torch.optim import SGD, AdamW, Muon, lr_scheduler
 
 TURN, RATE, STEPS = 2.4, 0.02, 12
@@ -179,6 +181,42 @@ def test_a_groups_turn_is_checked() -> None:
         build(model, turn=TURN, groups=[{"params": model.parameters(), "turn": 200}])
 
 
+def find_head_move(rest: Any, **group: Any) -> torch.Tensor:
+    """Return how far one step moves the head, which is alone in a group with these options."""
+    model = mlp()
+    units = {"params": [*model[0].parameters(), *model[3].parameters()]}
+    groups = [units, {"params": model[6].parameters(), **group}]
+    train(model, build(model, Muon, lr=RATE, rest=rest, groups=groups), 1)
+    return rows(model[6]) - rows(mlp()[6])
+
+
+def test_the_rate_of_a_group_without_units_is_that_of_its_rest() -> None:
+    rest = functools.partial(SGD, lr=RATE / 5)
+    expected = find_head_move(functools.partial(SGD, lr=0.3))
+    torch.testing.assert_close(find_head_move(rest, lr=0.3), expected, rtol=1e-9, atol=0)
+    without = find_head_move(rest)
+    torch.testing.assert_close(without, expected * RATE / 5 / 0.3, rtol=1e-9, atol=0)
+
+
+def test_the_rate_of_a_group_with_units_scales_its_rest_along() -> None:
+    model = mlp()
+    rest = functools.partial(SGD, lr=RATE / 5)
+    groups = [{"params": model.parameters(), "lr": RATE / 2}]
+    train(model, build(model, Muon, lr=RATE, rest=rest, groups=groups), 1)
+    moved = rows(model[6]) - rows(mlp()[6])
+    torch.testing.assert_close(moved, find_head_move(rest) / 2, rtol=1e-9, atol=0)
+
+
+def test_a_group_that_is_added_steps_at_the_rate_it_names() -> None:
+    model = mlp()
+    extra = nn.Parameter(torch.ones(3).double())
+    optimizer = build(model, lr=RATE, rest=functools.partial(SGD, lr=0.5))
+    optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    extra.grad = torch.ones_like(extra)
+    train(model, optimizer, 1)
+    assert extra.tolist() == pytest.approx([0.9] * 3)
+
+
 def find_changes(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how one step at half the starting rate changes r, and the output layer."""
     model = mlp()
@@ -258,6 +296,59 @@ def test_peaks_of_the_older_form_are_refused_with_the_new_line() -> None:
     lr_scheduler.OneCycleLR(optimizer, max_lr=[TURN, RATE], total_steps=STEPS)
     with pytest.raises(ValueError, match="max_lr=0.02 for all groups, not max_lr=\\[turn, lr\\]"):
         train(model, optimizer, 1)
+
+
+def test_an_angle_above_90_degrees_is_refused_at_any_rate() -> None:
+    model = mlp()
+    optimizer = build(model, turn=30, lr=RATE)
+    set_rate(optimizer, 4 * RATE)
+    with pytest.raises(ValueError, match="turns units by 120 degrees: turn=30 is for lr=0.02"):
+        train(model, optimizer, 1)
+
+
+def test_a_groups_rate_whose_angle_is_above_90_degrees_is_refused_when_it_is_given() -> None:
+    model = mlp()
+    groups = [{"params": model.parameters(), "lr": 4 * RATE}]
+    with pytest.raises(ValueError, match="turns units by 120 degrees"):
+        build(model, turn=30, lr=RATE, groups=groups)
+
+
+def test_a_rate_that_happens_to_be_the_turn_is_not_blamed_on_one_cycle() -> None:
+    model = mlp()
+    optimizer = build(model, turn=1.0, lr=0.1)
+    set_rate(optimizer, 1.0)
+    with pytest.warns(UserWarning, match="If 1 is the schedule's peak"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_warning_points_at_the_line_that_steps(wrap: bool) -> None:
+    """Also where a scheduler has wrapped `step`."""
+    model, optimizer, _ = start(Loop)
+    if wrap:
+        lr_scheduler.ConstantLR(optimizer, 1.0)
+    set_rate(optimizer, 5 * RATE)
+    backward(model)
+    with pytest.warns(UserWarning, match="turns units by 12") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "group", [{"lr": 0.0, "turn": 2.0}, {"lr": 0.0, "turn": 2.0, "max_turn": 3.0}], ids=str
+)
+def test_a_groups_turn_at_a_rate_of_zero_gets_a_sentence(group: Any) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="lr is above 0 with turn"):
+        build(model, lr=RATE, groups=[{"params": model.parameters(), **group}])
+
+
+@pytest.mark.parametrize("option", ["turn", "max_turn"])
+def test_a_turn_of_a_group_that_is_added_gets_a_sentence(option: str) -> None:
+    optimizer = build(mlp(), turn=2.0)
+    extra = nn.Parameter(torch.ones(3, 3).double())
+    with pytest.raises(ValueError, match="part of the rest and has no units to turn"):
+        optimizer.add_param_group({"params": [extra], option: 1.0})
 
 
 def test_without_a_turn_any_rate_is_taken() -> None:

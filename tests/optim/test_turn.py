@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from plain_models import (
+    KINDS,
     assert_finite,
+    assert_same_weights,
     backward,
     both_coordinates,
     build,
@@ -182,3 +184,72 @@ def test_nan_in_the_gradient_of_one_row_stays_in_that_row(
     for p, q in zip(model[0].parameters(), other[0].parameters(), strict=True):
         torch.testing.assert_close(p[is_other], q[is_other], rtol=0, atol=0.02)
     assert_finite(model[3:])
+
+
+# ---- what groups say counts in each step
+
+
+def test_a_turn_that_a_group_gets_or_loses_in_mid_run_counts() -> None:
+    model = mlp()
+    optimizer = build(model, max_turn=180, match=False)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["turn"] = 2.4
+    for angles in step_and_find_angles(model, optimizer, 1):
+        assert rms(angles) == pytest.approx(2.4, rel=1e-6)
+
+    other = mlp()
+    other.load_state_dict(model.state_dict())
+    same = build(other, match=False)
+    optimizer.param_groups[0].update(turn=None, max_turn=None)
+    found = step_and_find_angles(model, optimizer, 2)
+    torch.testing.assert_close(found, step_and_find_angles(other, same, 2))
+
+
+@pytest.mark.parametrize("turn", [200, -3.0, "2.4"])
+def test_a_bad_turn_in_a_group_is_refused_at_the_next_step(turn: Any) -> None:
+    model = mlp()
+    optimizer = build(model, turn=2.4)
+    optimizer.param_groups[0]["turn"] = turn
+    with pytest.raises(ValueError, match="turn is an angle in degrees"):
+        train(model, optimizer, 1)
+
+
+def test_a_turn_in_a_group_of_angles_is_refused() -> None:
+    model = mlp()
+    optimizer = build(model, coordinates="angles")
+    optimizer.param_groups[0]["turn"] = 2.4
+    with pytest.raises(ValueError, match="turn needs coordinates='intrinsic'"):
+        train(model, optimizer, 1)
+
+
+def test_max_turn_may_change_and_is_saved() -> None:
+    model, new = mlp(), mlp()
+    optimizer = build(model, lr=2.0, max_turn=1.0)
+    optimizer.param_groups[0]["max_turn"] = 0.5
+    assert max(a.max() for a in step_and_find_angles(model, optimizer)) < 0.51
+    new.load_state_dict(model.state_dict())
+    resumed = build(new, lr=2.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert max(a.max() for a in step_and_find_angles(new, resumed, 1)) < 0.51
+
+
+def test_r_that_would_land_on_zero_keeps_its_sign_and_direction() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    model = nn.Sequential(layer, nn.Linear(1, 1)).double()
+    layer.weight.data[:] = torch.tensor([[1.0, 0.0]])
+    optimizer = build(model, lr=1.0, max_turn=4.0)
+    layer.weight.grad = torch.tensor([[1.0, 0.0]]).double()  # r - lr grad_r = 0
+    optimizer.step()
+    assert layer.weight.tolist() == [[pytest.approx(0.1), 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn", "angles"])
+def test_a_step_under_autocast_is_the_same(kind: str) -> None:
+    models = [mlp(torch.float32), mlp(torch.float32)]
+    for i, model in enumerate(models):
+        optimizer = build(model, **KINDS[kind])
+        for step in range(2):
+            backward(model, step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bool(i)):
+                optimizer.step()
+    assert_same_weights(*models)

@@ -194,6 +194,32 @@ def test_gpt2s_tied_head_leaves_every_layer_of_its_blocks_a_unit() -> None:
     assert names == [f"transformer.h.{i}.{layer}.weight" for i in (0, 1) for layer in layers]
 
 
+def test_a_layer_that_has_an_embeddings_shape_by_chance_is_not_the_head() -> None:
+    layers = nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2)
+    table = find_table(build(nn.Sequential(nn.Embedding(64, 16), *layers)))
+    assert table["1.weight"] == "64 16 lam free"
+    assert table["3.weight"] == "the output layer"
+
+
+def test_a_head_of_the_embeddings_shape_that_is_not_last_is_warned_of() -> None:
+    """The block's last layer could be the output layer as well."""
+    with pytest.warns(UserWarning, match="'lm_head' is taken .* but blocks.0.down comes last"):
+        build(language_model(head_first=True, blocks=1))
+
+
+def test_the_most_specific_split_counts() -> None:
+    model = nn.ModuleDict({"a": mlp(), "b": mlp()})
+    optimizer = build(model, split={"a.0": 4, "0": 2})
+    table = find_table(optimizer)
+    assert table["a.0.weight"].endswith("4 layers") and table["b.0.weight"].endswith("2 layers")
+
+
+def test_a_3d_parameter_that_nobody_knows_hints_at_stacks() -> None:
+    model = nn.Sequential(mlp(), nn.Module())
+    model[1].w = nn.Parameter(torch.ones(2, 3, 4))
+    assert find_table(build(model))["1.w"].endswith("known layer; experts? Then give stacks=")
+
+
 def test_a_guess_that_ends_a_block_is_warned_of() -> None:
     model = nn.ModuleDict({"first": nn.Linear(6, 4), "blocks": language_model().blocks})
     with pytest.warns(UserWarning, match="'blocks.1.down' is taken for the output layer because"):

@@ -140,6 +140,36 @@ def test_where_r_is_fixed_a_layer_with_a_zero_row_stays_plain(options: Any) -> N
     assert model[3].weight[2].any()
 
 
+def test_where_r_is_fixed_a_zero_row_that_comes_after_construction_is_refused() -> None:
+    """It could never grow, and a layer is not regrouped by values."""
+    model = mlp(norm=nn.BatchNorm1d)
+    optimizer = build(model)
+    model[3].weight.data[2] = 0
+    with pytest.raises(ValueError, match="'3.weight' has a row of zeros.* load weights before"):
+        train(model, optimizer, 1)
+
+
+@both_coordinates
+def test_a_packed_layer_of_zeros_grows_at_the_pace_of_a_layer_of_its_own(coordinates: str) -> None:
+    model, whole = mlp(), mlp()
+    model[3].weight.data[:3] = 0
+    whole[3].weight.data[:] = 0
+    options = {"coordinates": coordinates, "split": {"3": (3, 4)}}
+    for one in (model, whole):
+        train(one, build(one, torch.optim.Adam, lr=0.01, **options), 1)
+    lengths = rows(model[3]).norm(dim=1)[:3], rows(whole[3]).norm(dim=1)[:3]
+    assert lengths[0].tolist() == pytest.approx([0.01 * 8**0.5] * 3)
+    torch.testing.assert_close(*lengths)
+
+
+@both_coordinates
+def test_a_row_of_zeros_grows_along_the_ascent_where_the_base_maximizes(coordinates: str) -> None:
+    model = zeroed()
+    train(model, build(model, maximize=True, coordinates=coordinates), 1)
+    cosines = nn.functional.cosine_similarity(rows(model[3]), model[3].weight.grad, dim=1)
+    torch.testing.assert_close(cosines, torch.ones(7).double())
+
+
 # ---- it learns as with the plain base
 
 
