@@ -17,7 +17,8 @@ from geoparam.input_mean_layers import (
 )
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
-from geoparam.optim import GeometricOptimizer, param_groups
+from geoparam.optim import GeometricOptimizer
+from geoparam.parameter_groups import param_groups
 from geoparam.running_statistics import freeze_means_, recalibrate_, synchronise_means_
 from geoparam.step_hooks import retract
 

@@ -20,13 +20,14 @@ its gradient is 0. So it is for a row too long for the type of its square.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
 
-_LARGE = 1 << 16  # elements: where a copy of a matrix costs more than the calls it saves
+_LARGE = 1 << 15  # elements: where a copy of a matrix costs more than the calls it saves
 
 
 class Rows:
@@ -50,18 +51,16 @@ class Rows:
         self.total = sum(count for count, _ in shapes)
         self.device, self.dtype = like.device, like.dtype
 
-        stacks = defaultdict[tuple[int, int], list[int]](list)
+        members = defaultdict[tuple[int, int], list[int]](list)
         for i, (count, width) in enumerate(shapes):
             is_large = count * width > _LARGE
-            stacks[width, i if is_large else -1].append(i)
+            members[width, i if is_large else -1].append(i)
 
-        first_rows = [0]
-        for count, _ in shapes:
-            first_rows.append(first_rows[-1] + count)
-        spans = [slice(*pair) for pair in zip(first_rows, first_rows[1:], strict=False)]
-        self.stacks = [_Stack(members, spans, self.device) for members in stacks.values()]
-        numbers = torch.cat([stack.numbers for stack in self.stacks])
-        self.order = numbers.argsort()  # where each row is in the stacks, one after the other
+        numbers = torch.arange(self.total, device=self.device)
+        parts = numbers.split([count for count, _ in shapes])
+        self.stacks = [_Stack(indices, parts) for indices in members.values()]
+        in_stacks = torch.cat([stack.numbers for stack in self.stacks])
+        self.order = in_stacks.argsort()  # where each row is in the stacks, one after the other
 
     def project(
         self,
@@ -76,56 +75,59 @@ class Rows:
         r has the sign of `r_before`. Of a row that has never had a direction grad_r is -|g|: its
         length will grow along the descent.
         """
-        pairs = [(stack.join(w), stack.join(g)) for stack in self.stacks]
-        r = self._gather([torch.linalg.vector_norm(x, dim=1) for x, _ in pairs]).copysign(r_before)
-        size_g = self._gather([torch.linalg.vector_norm(y, dim=1) for _, y in pairs])
-        by_r = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / r.where(r != 0, 1)
+        results = []
+        for stack in self.stacks:  # one after the other, while it is in the cache
+            x, y = stack.join(w), stack.join(g)
+            before, at_length = stack.take(r_before), stack.take(length)
+            r = torch.linalg.vector_norm(x, dim=1).copysign(before)
+            size = torch.linalg.vector_norm(y, dim=1)
+            grad_r = torch.linalg.vecdot(x, y) / r.where(r != 0, 1)
 
-        is_new = (r == 0) & (r_before == 0)
-        by_r = torch.where(r.isinf(), 0, by_r)
-        by_g = torch.where(is_new, 1, torch.where(r.isinf(), 0, r / length))[:, None]
-        by_w = (-by_r / length)[:, None]
-        for stack, (x, y) in zip(self.stacks, pairs, strict=True):
-            gradient = torch.mul(y, stack.take(by_g), out=stack.find_memory(grad_d))
-            gradient.addcmul_(x, stack.take(by_w))
-            stack.scatter(gradient, grad_d)
-        return r, torch.where(is_new, -size_g, by_r), size_g
+            is_long, is_new = r.isinf(), (r == 0) & (before == 0)
+            grad_r = grad_r.where(~is_long, 0)
+            by_g = (r / at_length).where(~is_long, 0).where(~is_new, 1)
+            by_w = -grad_r / at_length
+            gradient = torch.mul(y, by_g[:, None], out=stack.find_memory(grad_d))
+            stack.scatter(gradient.addcmul_(x, by_w[:, None]), grad_d)
+            results.append(torch.stack([r, torch.where(is_new, -size, grad_r), size]))
+        return self._gather(results)
 
     def measure(
         self, w: Sequence[Tensor], d: Sequence[Tensor], r: Tensor, work: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return how far each row of d goes along w / r, and across it; `work` is overwritten."""
-        pairs = [(stack.join(w), stack.join(d)) for stack in self.stacks]
-        divisor = r.where(r != 0, 1)
-        along = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / divisor
-        by_w = (-along / divisor)[:, None]
-        sizes = []
-        for stack, (x, y) in zip(self.stacks, pairs, strict=True):  # |d|^2 - along^2: few digits
-            rest = torch.addcmul(y, x, stack.take(by_w), out=stack.find_memory(work))
-            sizes.append(torch.linalg.vector_norm(rest, dim=1))
-        return along, self._gather(sizes)
+        results = []
+        for stack in self.stacks:
+            x, y = stack.join(w), stack.join(d)
+            own_r = stack.take(r)
+            divisor = own_r.where(own_r != 0, 1)
+            along = torch.linalg.vecdot(x, y) / divisor
+
+            # |d|^2 - along^2 would lose digits.
+            by_w = (-along / divisor)[:, None]
+            rest = torch.addcmul(y, x, by_w, out=stack.find_memory(work))
+            results.append(torch.stack([along, torch.linalg.vector_norm(rest, dim=1)]))
+        return self._gather(results)
 
     def combine(self, w: Sequence[Tensor], d: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
         """Write a w + b d to d."""
-        a, b = a[:, None], b[:, None]
         for stack in self.stacks:
-            result = stack.join(d).mul_(stack.take(b))
-            result.addcmul_(stack.join(w), stack.take(a))
+            result = stack.join(d).mul_(stack.take(b)[:, None])
+            result.addcmul_(stack.join(w), stack.take(a)[:, None])
             stack.scatter(result, d)
 
-    def _gather(self, by_stack: list[Tensor]) -> Tensor:
-        """Return one tensor of all rows from one for each stack."""
-        return torch.cat(by_stack)[self.order]
+    def _gather(self, by_stack: list[Tensor]) -> Any:
+        """Return each quantity of all rows from (quantities, rows) of each stack."""
+        return torch.cat(by_stack, dim=1)[:, self.order].unbind()
 
 
 class _Stack:
     """Matrices of equal width, as one: which they are, and which rows among all they have."""
 
-    def __init__(self, members: list[int], spans: list[slice], device: torch.device) -> None:
-        self.members, self.span = members, spans[members[0]]
-        self.counts = [spans[i].stop - spans[i].start for i in members]
-        ranges = [torch.arange(spans[i].start, spans[i].stop, device=device) for i in members]
-        self.numbers = torch.cat(ranges)
+    def __init__(self, members: list[int], numbers: Sequence[Tensor]) -> None:
+        self.members = members
+        self.counts = [len(numbers[i]) for i in members]
+        self.numbers = torch.cat([numbers[i] for i in members])
         self.is_single = len(members) == 1
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
@@ -146,7 +148,7 @@ class _Stack:
 
     def take(self, per_row: Tensor) -> Tensor:
         """Return the entries of these rows."""
-        return per_row[self.span] if self.is_single else per_row[self.numbers]
+        return per_row[self.numbers]
 
 
 def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor) -> Rows:

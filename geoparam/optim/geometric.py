@@ -20,10 +20,11 @@ from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularBlock
 from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest, find_device
 from geoparam.optim.blocks import Block, Weight
-from geoparam.optim.groups import divide_groups, list_params, mix_rest_options, undecayed_names
+from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, fit_state
 from geoparam.optim.sharding import check_sharding
 from geoparam.optim.units import ZERO_ROW, Unit, find_units, format_table
+from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
 LARGEST_RATE = 0.5  # of Adam's kind: more is likely an angle

@@ -1,0 +1,78 @@
+"""The matrix nearest to orthogonal, by Newton-Schulz steps in bfloat16, for many matrices at once.
+
+For X = U S V^T each step takes every singular value s to a s + b s^3 + c s^5, with A = X X^T:
+
+    X <- a X + (b A + c A^2) X
+
+All values come near 1 if they start in (0, 1], so that matrices are divided by their norm first.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+Coefficients = Sequence[tuple[float, float, float]]
+
+# Elements of a matrix for which calls cost more than arithmetic, so that padding it is cheaper.
+_TINY = {"cpu": 1 << 12, "cuda": 1 << 20}
+
+
+def orthogonalise(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
+    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16.
+
+    Each step has coefficients of its own.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = _iterate(_prepare(list(matrices), eps), coefficients)
+    return x.mT if is_tall else x
+
+
+def orthogonalise_all(
+    matrices: Sequence[Tensor], coefficients: Coefficients, eps: float = 1e-7
+) -> list[Tensor]:
+    """Return nearly U V^T for matrices of any shapes; those of equal shape share their calls.
+
+    Tiny ones with an equal short side do so too: shorter ones are padded with columns of zeros,
+    which stay zero.
+    """
+    batches = defaultdict[object, dict[torch.Size, list[int]]](dict)
+    for i, matrix in enumerate(matrices):
+        short, long = sorted(matrix.shape)
+        is_tiny = short * long <= _TINY.get(matrix.device.type, 0)
+        key = short, 0 if is_tiny else long, matrix.device, matrix.dtype
+        batches[key].setdefault(matrix.shape, []).append(i)
+
+    results = list(matrices)
+    for batch in batches.values():
+        stacks = [_prepare([matrices[i] for i in members], eps) for members in batch.values()]
+        if len(stacks) > 1:
+            longest = max(stack.shape[2] for stack in stacks)
+            stacks = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in stacks]
+        stack = _iterate(torch.cat(stacks) if len(stacks) > 1 else stacks[0], coefficients)
+
+        found = stack.unbind()
+        places = [(i, shape) for shape, members in batch.items() for i in members]
+        for x, (i, shape) in zip(found, places, strict=True):
+            x = x[:, : max(shape)]
+            results[i] = x.mT if shape[0] > shape[1] else x
+    return results
+
+
+def _prepare(matrices: Sequence[Tensor], eps: float) -> Tensor:
+    """Return matrices of one shape as a stack of wide ones of norm 1, in bfloat16."""
+    like = matrices[0]
+    stack = torch.empty((len(matrices), *like.shape), dtype=torch.bfloat16, device=like.device)
+    torch._foreach_copy_(list(stack.unbind()), list(matrices))
+    size = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    stack.div_(size.clamp(min=eps))
+    return stack.mT if like.shape[0] > like.shape[1] else stack
+
+
+def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
