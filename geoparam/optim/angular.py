@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoparam import functional, sphere
+from geoparam import sphere
+from geoparam.kernels.selection import weight_kernel
 from geoparam.optim.blocks import Block, Weight, find_gradient, local
 
 
@@ -24,22 +25,22 @@ class AngularBlock(Block):
     def key(weight: Weight) -> tuple[Any, ...]:
         return weight.unit.fan_in, *Block.key(weight)
 
+    # ---- built once
+
     def _add_directions(self) -> None:
+        self.kernel = weight_kernel(self.stored_r)
         self._start_angles()
         metrics = torch.cat([weight.state["metric"] for weight in self.weights])
-        self.scale = (self.lengths * self.layers.per_row(metrics).sqrt())[:, None]
+        self.scale = self._find_scale(metrics)
         self.stored = self._join_state("direction")
-        self.increment, self.gradient = self.stored.new_zeros(2, *self.stored.shape)
-        self._add_result(self.stored, self.increment)
-        self.new_rows = self.stored.new_zeros(len(self.stored), self.weights[0].unit.fan_in)
-        self.written: Tensor | None = None  # the rows as of the last step
+        self._add_increments()
 
-        divided = self._divide(self.increment, self.gradient, self.new_rows)
-        for weight, increment, gradient, rows in divided:
-            self._add_variable("direction", weight, increment, gradient)
+        fan_in = self.weights[0].unit.fan_in
+        self.new_rows = self.stored.new_zeros(len(self.stored), fan_in)
+        self.has_written = False  # whether new_rows are the last step's
+        for weight, rows in zip(self.weights, *self._split(self.new_rows), strict=True):
             target = weight.unit.layout.view(weight.target)
-            parameter = weight.unit.layout.view(local(weight.param))
-            self._add_written(parameter, target, rows.view(target.shape))
+            self._add_written(weight.unit.layout.view(local(weight.param)), target, rows)
 
     def _start_angles(self) -> None:
         """Write the first angles, and the mean of their metric, into new states."""
@@ -50,22 +51,36 @@ class AngularBlock(Block):
         if self.match:
             means = self.layers.means(sphere.metric(latitude).mean(dim=1))
             metrics = sphere.nonzero(means)
-        scale = self.lengths * self.layers.per_row(metrics).sqrt()
 
-        divided = self._divide((latitude * scale[:, None]).to(scale.dtype))
-        for (weight, first), metric in zip(divided, self.layers.divide(metrics), strict=True):
-            if "direction" not in weight.state:
-                weight.state["direction"] = weight.shard(first)
-                weight.state["metric"] = metric
+        scale = self._find_scale(metrics)
+        first = (latitude * scale).to(scale.dtype).split(self.counts)
+        for i, metric in enumerate(self.layers.divide(metrics)):
+            state = self.weights[i].state
+            if "direction" not in state:
+                state["direction"] = self.weights[i].shard(first[i])
+                state["metric"] = metric
+
+    def _find_scale(self, metrics: Tensor) -> Tensor:
+        """Return R sqrt(m) of each row."""
+        return (self.lengths * self.layers.per_row(metrics).sqrt())[:, None]
+
+    def _add_increments(self) -> None:
+        self.scratch = self.stored.new_zeros(2, self.stored.numel())
+        self.increment, self.gradient = (memory.view_as(self.stored) for memory in self.scratch)
+        self._add_result(self.stored, self.increment)
+        parts = self._split(self.increment, self.gradient)
+        for weight, increment, gradient in zip(self.weights, *parts, strict=True):
+            self._add_variable("direction", weight, increment, gradient)
 
     def _join_rows(self) -> Tensor:
         return torch.cat([weight.unit.layout.to_rows(weight.target) for weight in self.weights])
 
+    # ---- before the optimizers step
+
     def _read_directions(self) -> None:
-        self.increment.zero_()
         self.before = self._join_rows()
-        self._read_written_rows()
-        is_zero = (self.before == 0).all(dim=1)
+        is_zero = ~self.before.any(dim=1)
+        self._read_written_rows(is_zero)
         self.r_before = torch.where(is_zero, 0, self.stored_r)
 
         gradients = []
@@ -73,30 +88,35 @@ class AngularBlock(Block):
             gradient = find_gradient(weight.param, weight.target)
             gradients.append(weight.unit.layout.to_rows(gradient))
         self.g = torch.cat(gradients)
+
         latitude = self.stored / self.scale
-        by_latitude, by_r = functional.compute_gradients(self.g, latitude, self.r_before, False)
+        by_latitude, by_r = self.kernel.backward(self.g, latitude, self.r_before, False, None)
         torch.div(by_latitude, self.scale, out=self.gradient)
         # A row that never had a direction grows along the descent.
+        by_r = torch.where(is_zero, 0, by_r)
         is_new = is_zero & (self.stored_r == 0)
-        self.grad_r.copy_(torch.where(is_new, -self.g.norm(dim=1), by_r * ~is_zero))
+        self.grad_r.copy_(torch.where(is_new, -self.g.norm(dim=1), by_r))
 
-    def _read_written_rows(self) -> None:
-        """Read rows that are not those of the last step; r keeps its sign."""
-        written = self.written
-        if written is None:
-            written = self._compute_rows(self.stored, self.stored_r)
-        # A row of zeros was pruned: it keeps its angles for when it comes back.
-        is_changed = (self.before != written).any(dim=1) & (self.before != 0).any(dim=1)
+    def _read_written_rows(self, is_zero: Tensor) -> None:
+        """Read rows that are not those of the last step; r keeps its sign.
+
+        A row of zeros was pruned: it keeps its angles for when it comes back.
+        """
+        if not self.has_written:
+            self.new_rows.copy_(self._compute_rows(self.stored, self.stored_r))
+        is_changed = (self.before != self.new_rows).any(dim=1) & ~is_zero
         if _is_none(is_changed):
             return
         sign = torch.where(self.stored_r < 0, -1, 1)
         r = sphere.length(self.before) * sign
         self.stored_r.copy_(torch.where(is_changed, r, self.stored_r))
-        self._store_directions(self.stored, is_changed, self.before * sign[:, None])
+        self._store(self.stored, is_changed, self.before * sign[:, None])
 
-    def _compute_directions(self, angle: float | Tensor | None, max_angle: float | None) -> None:
+    # ---- after the optimizers have stepped
+
+    def _compute_directions(self, angle: Any, max_angle: Any) -> None:
         """Compute rows from the stepped angles; a row that was not stepped keeps its digits."""
-        is_still = (self.increment == 0).all(dim=1) & (self.r == self.r_before)
+        is_still = ~self.increment.any(dim=1) & (self.r == self.r_before)
         self.increment.add_(self.stored)
         if max_angle is not None:
             self._limit(max_angle)
@@ -105,33 +125,34 @@ class AngularBlock(Block):
         # of the ascent where r was stepped below 0, as with maximize=True.
         is_born = self.is_new & self.g.any(dim=1)
         sign = torch.where(self.r < 0, 1, -1)
-        self._store_directions(self.increment, is_born, self.g * sign[:, None])
+        self._store(self.increment, is_born, self.g * sign[:, None])
         self.r.copy_(torch.where(self.is_new, is_born * self.r.abs(), self.r))
 
-        rows = self._compute_rows(self.increment, self.r * ~self.is_pruned)
+        r = torch.where(self.is_pruned, 0, self.r)
+        rows = self._compute_rows(self.increment, r)
         self.new_rows.copy_(torch.where(is_still[:, None], self.before, rows))
-        self.written = self.new_rows
+        self.has_written = True
 
-    def _compute_rows(self, stored: Tensor, r: Tensor) -> Tensor:
-        return functional.compute_weight(stored / self.scale, r, r.dtype)
-
-    def _limit(self, limit: float) -> None:
-        """Turn units back that would go further than `limit`."""
+    def _limit(self, most: float) -> None:
+        """Turn units back that would go further: w = cos(most) u + sin(most) e, e across u."""
         u = sphere.normalise(self.before * self.r_before.sign()[:, None])
         v = sphere.normalise(self._compute_rows(self.increment, torch.ones_like(self.r)))
-        along = (u * v).sum(dim=1, keepdim=True)
-        across = sphere.normalise(v - along * u)
-        turned = u * math.cos(limit) + across * math.sin(limit)
-        self._store_directions(self.increment, sphere.angle_between(u, v) > limit, turned)
+        e = sphere.normalise(v - (u * v).sum(dim=1, keepdim=True) * u)
+        turned = math.cos(most) * u + math.sin(most) * e
+        self._store(self.increment, sphere.angle_between(u, v) > most, turned)
 
-    def _store_directions(self, stored: Tensor, is_chosen: Tensor, vectors: Tensor) -> None:
+    def _compute_rows(self, stored: Tensor, r: Tensor) -> Tensor:
+        return self.kernel.forward(stored / self.scale, r, r.dtype)[0]
+
+    def _store(self, stored: Tensor, is_chosen: Tensor, vectors: Tensor) -> None:
         """Store the directions of the chosen vectors."""
         if not _is_none(is_chosen):
             latitude = sphere.to_latitude(vectors) * self.scale
             stored.copy_(torch.where(is_chosen[:, None], latitude, stored))
 
     def release(self) -> None:
-        pass
+        self.before = self.g = self.stored_r.new_empty(0)
+        super().release()
 
 
 def _is_none(is_chosen: Tensor) -> bool:

@@ -77,7 +77,7 @@ class Recipe:
         The base steps increments that start at 0 in every step, apart from other parameters.
         """
         try:
-            move, optimizer = self._try(device, is_alone=True)
+            move, optimizer = self._try(device, value=None)
         except RuntimeError as error:
             return f"cannot step a dense matrix ({error})"
         group = optimizer.param_groups[0]
@@ -87,41 +87,35 @@ class Recipe:
         if any(not isinstance(key, Tensor) for key in optimizer.state):
             return "keeps a state beside the parameters'"
 
-        if role == "base":
-            other, _ = self._try(device, is_alone=False)
-            if not torch.allclose(move, other, rtol=1e-6, atol=1e-9):
-                return (
-                    "steps a parameter not by its gradients alone but also by its values or by "
-                    "other parameters (a decay of its own, as ASGD's lambd, must be 0)"
-                )
+        if role == "base" and not torch.allclose(move, self._try(device, 1.0)[0], 1e-6, 1e-9):
+            return (
+                "steps a parameter not by its gradients alone but also by its values or by other "
+                "parameters (a decay of its own, as ASGD's lambd, must be 0)"
+            )
         return ""
 
-    def _try(self, device: torch.device, is_alone: bool) -> tuple[Tensor, Optimizer]:
-        """Return how far three steps have moved a matrix, and the optimizer.
+    def _try(self, device: torch.device, value: float | None) -> tuple[Tensor, Optimizer]:
+        """Return how far three steps have moved a matrix that starts at 0, and the optimizer.
 
-        The matrix starts at 0. If it is not alone, it is set to 1 before each step, and another
-        parameter has gradients too.
+        With a `value` it is set to that before each step, and its neighbour has a gradient too.
         """
         random = torch.Generator().manual_seed(0)
-        dtype = wide_type(device)
-        p = nn.Parameter(torch.zeros(4, 3, dtype=dtype, device=device))
-        neighbour = nn.Parameter(torch.zeros_like(p))
+        p, neighbour = torch.zeros(2, 4, 3, dtype=wide_type(device), device=device)
         optimizer = self.make([p, neighbour])
         group = optimizer.param_groups[0]
-        rate = group["lr"]
-        group["lr"] = torch.full_like(rate, 0.01) if isinstance(rate, Tensor) else 0.01
+        group["lr"] = 0.01 + 0 * group["lr"]  # a tensor if it is one
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
 
         total = torch.zeros_like(p)
         for _ in range(3):
-            p.grad = torch.randn(4, 3, generator=random, dtype=dtype).to(device)
-            if not is_alone:
-                p.data.fill_(1.0)
+            p.grad = torch.randn(4, 3, generator=random, dtype=p.dtype).to(device)
+            if value is not None:
+                p.fill_(value)
                 neighbour.grad = torch.full_like(p, 10.0)
-            before = p.detach().clone()
+            before = p.clone()
             optimizer.step()
-            total += p.detach() - before
+            total += p - before
         return total, optimizer
 
 
@@ -190,14 +184,13 @@ def check_options(base: Any, options: Collection[str], siblings: Collection[str]
     func = getattr(base, "func", base)
     if not callable(func):
         return
-    parameters = inspect.signature(func).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    parameters = inspect.signature(func).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
-    names = [p.name for p in parameters]
     for option in options:
-        if option in names:
+        if option in parameters:
             continue
-        if close := get_close_matches(option, [*siblings, *names], n=1, cutoff=0.8):
+        if close := get_close_matches(option, [*siblings, *parameters], n=1, cutoff=0.8):
             raise ValueError(f"there is no option {option!r}; did you mean {close[0]!r}?")
         words = f"{getattr(func, '__name__', func)}, the base, has no option {option!r}."
         if option in inspect.signature(torch.optim.AdamW).parameters:

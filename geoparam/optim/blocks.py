@@ -18,7 +18,7 @@ precision have a float32 copy in the state, their master, which stands for them 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class Block:
     Attributes:
         variables: what the inner optimizers step.
         results: every tensor that a step changes, and the memory in which its new value is
-            computed, by type: one call copies many tensors of one type.
+            computed, by type and layout: one call copies many tensors that are alike.
     """
 
     def __init__(self, weights: list[Weight], *, match: bool) -> None:
@@ -172,11 +172,6 @@ class Block:
 
     # ---- built once
 
-    def _divide(self, *per_row: Tensor) -> Iterator[Any]:
-        """Yield each weight with its part of tensors that have all rows."""
-        parts = [x.split(self.counts) for x in per_row]
-        return zip(self.weights, *parts, strict=True)
-
     def _start_states(self) -> None:
         """Write the first r, and R, into new states; R is 0 for a layer of zeros."""
         if all("r" in weight.state for weight in self.weights):
@@ -185,58 +180,43 @@ class Block:
         norms = [torch.linalg.vector_norm(x.double(), dim=1) for x in rows]  # their squares fit
         r = torch.cat(norms)
         sums, nonzeros = self.layers.sums(r, r != 0).unbind(dim=1)
-        self._refuse_zero_rows(nonzeros)
         lengths = (nonzeros > 0).to(sums)
         if self.match:
             lengths = sums / nonzeros.clamp(min=1)
 
-        divided = self._divide(r.to(lengths.dtype))
-        for (weight, first_r), length in zip(divided, self.layers.divide(lengths), strict=True):
+        first_r = r.to(sums.dtype).split(self.counts)
+        lengths_of = self.layers.divide(lengths)
+        are_full = self.layers.divide(nonzeros == self.layers.sizes)
+        for i, weight in enumerate(self.weights):
             if "r" not in weight.state:
-                weight.state["r"] = weight.shard(first_r)
-                weight.state["length"] = length
+                _check_rows(weight, are_full[i])
+                weight.state["r"] = weight.shard(first_r[i])
+                weight.state["length"] = lengths_of[i]
                 weight.state["fan_in"] = weight.unit.fan_in
                 weight.state["is_fixed"] = int(weight.unit.is_fixed)
-
-    def _refuse_zero_rows(self, nonzeros: Tensor) -> None:
-        """Raise where a new layer with a fixed r has a row of zeros, which could never grow."""
-        full = (nonzeros == self.layers.sizes).split(self.layers.parts)
-        for weight, is_full in zip(self.weights, full, strict=True):
-            if weight.unit.is_fixed and "r" not in weight.state and not is_full.all():
-                raise ValueError(
-                    f"{weight.unit.name!r} has a row of zeros, which cannot grow while r is "
-                    "fixed: load weights before the optimizer is built, so that this layer stays "
-                    "plain, or give scale='free'."
-                )
 
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
         self.stored_r = self._join_state("r")
         self.r, self.grad_r = self.stored_r.new_zeros(2, len(self.stored_r))
         self._add_result(self.stored_r, self.r)
+        parts = zip(self.weights, *self._split(self.r, self.grad_r), strict=True)
+        for weight, r, grad in parts:
+            if not weight.unit.is_fixed:
+                self._add_variable("r", weight, r, grad)
 
         lengths = torch.cat([weight.state["length"] for weight in self.weights])
         self.lengths = self.layers.per_row(replace_zeros(lengths))
         self.began_as_zeros = self.layers.per_row(lengths == 0)
         self.has_zero_layers = not lengths.all()
-        self.pace = self.stored_r.new_ones(len(self.stored_r))
 
-        for weight, r, grad, pace in self._divide(self.r, self.grad_r, self.pace):
-            # A layer of zeros has far to grow: under Adam a plain row's length steps by
-            # sqrt(n) lr, and r by lr.
-            pace.fill_(math.sqrt(weight.unit.fan_in))
-            if not weight.unit.is_fixed:
-                self._add_variable("r", weight, r, grad)
-
-    def _join_state(self, key: str) -> Tensor:
-        """Return an entry of all weights as one tensor, of which their states get views."""
-        joined = torch.cat([local(weight.state[key]) for weight in self.weights])
-        for weight, part in self._divide(joined):
-            weight.state[key] = weight.shard(part)
-        return joined
+        # A layer of zeros has far to grow: under Adam a plain row's length steps by sqrt(n) lr,
+        # and r by lr.
+        fan_in = [self.stored_r.new_full((w.rows,), w.unit.fan_in) for w in self.weights]
+        self.pace = torch.cat(fan_in).sqrt()
 
     def _add_biases(self) -> None:
-        """Join the biases; what is stepped for them becomes their new value."""
+        """Join the biases; the memory in which their distances are stepped gets the new values."""
         with_bias = [weight for weight in self.weights if weight.bias is not None]
         counts = [weight.rows for weight in with_bias]
         self.bias_rows = slice(sum(counts))
@@ -248,7 +228,7 @@ class Block:
             target = find_master(weight.bias, weight.bias_state)
             self.biases.append(target)
             self._add_variable("lam", weight, lam, grad)
-            self._add_written(local(weight.bias), target, lam.view(target.shape))
+            self._add_written(local(weight.bias), target, lam)
 
     def _add_directions(self) -> None:
         """Lay out increments and their gradients; an increment becomes the new weight."""
@@ -257,42 +237,50 @@ class Block:
         self.rows = rows_for(shapes, self.stored_r)
         self.scratch = self.stored_r.new_zeros(2, sum(sizes))
 
-        self.d: list[Tensor] = []
-        self.grad_d: list[Tensor] = []
-        parts = [memory.split(sizes) for memory in self.scratch]
-        for weight, shape, d, grad in zip(self.weights, shapes, *parts, strict=True):
-            self.d.append(d.view(shape))
-            self.grad_d.append(grad.view(shape))
+        increments, gradients = (memory.split(sizes) for memory in self.scratch)
+        self.d = [d.view(shape) for d, shape in zip(increments, shapes, strict=True)]
+        self.grad_d = [grad.view(shape) for grad, shape in zip(gradients, shapes, strict=True)]
+        for weight, d, grad in zip(self.weights, increments, gradients, strict=True):
             target = weight.view(weight.target)
-            self._add_written(weight.view(local(weight.param)), target, d.view(target.shape))
+            self._add_written(weight.view(local(weight.param)), target, d)
             if weight.unit.fan_in > 1:
-                pair = weight.lay_out(d), weight.lay_out(grad)
-                direction = self._add_variable("direction", weight, *pair)
-                direction.parts = weight.unit.parts
+                self._add_variable("direction", weight, weight.lay_out(d), weight.lay_out(grad))
 
-    def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> Variable:
+    def _split(self, *per_row: Tensor) -> list[Any]:
+        """Return each weight's part of tensors that have all rows."""
+        return [x.split(self.counts) for x in per_row]
+
+    def _join_state(self, key: str) -> Tensor:
+        """Return an entry of all weights as one tensor, of which their states get views."""
+        joined = torch.cat([local(weight.state[key]) for weight in self.weights])
+        for weight, part in zip(self.weights, *self._split(joined), strict=True):
+            weight.state[key] = weight.shard(part)
+        return joined
+
+    def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> None:
         """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
-        state, group = weight.state, weight.group
-        if name == "r":
+        state, group, parts = weight.state, weight.group, ()
+        if name == "direction":
+            parts = weight.unit.parts
+        elif name == "r":
             group += 1  # the rest's
-        elif name == "lam":
+        else:
             state, group = weight.bias_state, weight.bias_group
 
         parameter = nn.Parameter(weight.shard(value), requires_grad=False)
         parameter.grad = weight.shard(grad)
-        self.variables.append(Variable(name, parameter, state, group))
-        return self.variables[-1]
+        self.variables.append(Variable(name, parameter, state, group, parts))
 
     def _add_written(self, parameter: Tensor, target: Tensor, value: Tensor) -> None:
         """Note where a new value is written: to the parameter, and to its master if it has one."""
+        value = value.view(target.shape)
         self._add_result(target, value)
         if parameter.dtype != target.dtype:
             self._add_result(parameter, value)
             self.masters.append((parameter, target))
 
     def _add_result(self, target: Tensor, value: Tensor) -> None:
-        is_alike = target.stride() == value.stride()
-        targets, values = self.results[target.dtype, is_alike]
+        targets, values = self.results[target.dtype, target.stride() == value.stride()]
         targets.append(target)
         values.append(value)
 
@@ -307,10 +295,12 @@ class Block:
             means = self._spread_mean(self.stored_r)
             self.lengths = torch.where(self.began_as_zeros, means, self.lengths)
 
+        self._claim_scratch()
         self._read_directions()
         self.r.copy_(self.r_before)
-        self.is_new = (self.r_before == 0) & (self.stored_r == 0)
-        self.is_pruned = (self.r_before == 0) & (self.stored_r != 0)
+        is_zero = self.r_before == 0
+        self.is_new = is_zero & (self.stored_r == 0)
+        self.is_pruned = is_zero & (self.stored_r != 0)
         if self.biases:
             self._read_biases()
 
@@ -319,43 +309,6 @@ class Block:
         means = self.layers.per_row(self.layers.means(r.abs()))
         return replace_zeros(means)
 
-    def _read_directions(self) -> None:
-        """Find r, and the gradients of the increments and of r."""
-        self._claim_scratch()
-        self.w = [weight.to_matrix(weight.target) for weight in self.weights]
-        gradients = [find_gradient(weight.param, weight.target) for weight in self.weights]
-        pairs = zip(self.weights, gradients, strict=True)
-        g = [weight.to_matrix(gradient) for weight, gradient in pairs]
-        projected = self.rows.project(self.w, g, self.grad_d, self.lengths, self.stored_r)
-        self.r_before, grad_r, self.size_g = projected
-        self.grad_r.copy_(grad_r)
-
-    def _read_biases(self) -> None:
-        """Step a bias as R' b / r where |b| <= |r|, else as it is.
-
-        lam would move a bias 1 + lam^2 times as fast as plain training. With `match=False` it is
-        stepped as lam up to |b| = 100 |r|, as in converted layers.
-        """
-        r = self.r_before[self.bias_rows]
-        gradients = []
-        for weight, target in zip(self.weights, self.biases, strict=False):
-            gradients.append(find_gradient(weight.bias, target).flatten())
-        grad_bias = torch.cat(gradients)
-        self.bias = torch.cat([target.flatten() for target in self.biases])
-
-        steepest = 1 if self.match else STEEPEST
-        self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= steepest * r.abs())
-        self.mean = torch.ones_like(r)
-        if self.match:
-            self.mean = self._spread_mean(self.r_before)[self.bias_rows]
-
-        divisor = replace_zeros(r)
-        self.stretch = torch.where(self.is_near, self.mean / divisor, 1)
-        torch.mul(self.stretch, self.bias, out=self.lam)
-        torch.div(grad_bias, self.stretch, out=self.grad_lam)
-        distance = torch.where(self.is_near, self.bias / divisor, 0)
-        self.grad_r[self.bias_rows] += distance * grad_bias
-
     def _claim_scratch(self) -> None:
         """Allocate the scratch memory again, and set increments to 0."""
         storage = self.scratch.untyped_storage()
@@ -363,9 +316,45 @@ class Block:
             storage.resize_(self.scratch.nbytes)
         self.scratch[0].zero_()
 
+    def _read_directions(self) -> None:
+        """Find r, and the gradients of the increments and of r."""
+        self.w = [weight.to_matrix(weight.target) for weight in self.weights]
+        g = []
+        for weight in self.weights:
+            gradient = find_gradient(weight.param, weight.target)
+            g.append(weight.to_matrix(gradient))
+        projected = self.rows.project(self.w, g, self.grad_d, self.lengths, self.stored_r)
+        self.r_before, grad_r, self.size_g = projected
+        self.grad_r.copy_(grad_r)
+
+    def _read_biases(self) -> None:
+        """Step a bias as L = R' b / r where |b| <= |r|, else as it is.
+
+        lam would move a bias 1 + lam^2 times as fast as plain training. With `match=False` it is
+        stepped as lam up to |b| = 100 |r|, as in converted layers.
+        """
+        gradients = []
+        for weight, target in zip(self.weights, self.biases, strict=False):
+            gradients.append(find_gradient(weight.bias, target).flatten())
+        grad_bias = torch.cat(gradients)
+        self.bias = torch.cat([target.flatten() for target in self.biases])
+
+        r = self.r_before[self.bias_rows]
+        steepest = 1 if self.match else STEEPEST
+        self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= steepest * r.abs())
+        self.distance = torch.where(self.is_near, self.bias / replace_zeros(r), 0)  # b / r
+        self.mean = torch.ones_like(r)
+        if self.match:
+            self.mean = self._spread_mean(self.r_before)[self.bias_rows]
+
+        self.lam.copy_(torch.where(self.is_near, self.mean * self.distance, self.bias))
+        self.lam_before = self.lam.clone()
+        self.grad_lam.copy_(torch.where(self.is_near, r / self.mean, 1) * grad_bias)
+        self.grad_r[self.bias_rows] += self.distance * grad_bias
+
     # ---- after the optimizers have stepped
 
-    def compute(self, angle: float | Tensor | None, max_angle: float | None) -> None:
+    def compute(self, angle: float | Tensor | None, max_angle: float | Tensor | None) -> None:
         """Compute new weights and biases from what the optimizers have stepped.
 
         Args:
@@ -397,13 +386,21 @@ class Block:
         has_passed &= self.r_before != 0
         self.r.copy_(torch.where(has_passed, kept, self.r))
 
-    def _compute_directions(self, angle: float | Tensor | None, max_angle: float | None) -> None:
+    def _compute_directions(
+        self, angle: float | Tensor | None, max_angle: float | Tensor | None
+    ) -> None:
         """Turn each unit towards its increment: w = r (cos(t) u + sin(t) e).
 
         e is the increment's direction across u, (d - along u) / across; so w = a w + b d.
         """
         along, across = self.rows.measure(self.w, self.d, self.r_before, self.grad_d)
-        turn = self._find_turn(along, across, angle, max_angle)
+        if angle is None:
+            turn = torch.atan2(across, self.lengths + along)  # between v and v + d
+        else:
+            turn = self._share_angle(angle, across)
+        if max_angle is not None:
+            turn = turn.clamp(max=max_angle)
+
         # A row that never had a direction takes that of its increment, and a positive r.
         turn = torch.where(self.is_new, math.pi / 2, turn)
         born_r = self.r.abs() * (across > 0)
@@ -413,40 +410,25 @@ class Block:
         a = (self.r * turn.cos() - b * along) / replace_zeros(self.r_before)
         # A pruned row stays zero, and a row whose square is too large for its type stays as it is.
         is_kept = self.is_pruned | self.r_before.isinf()
-        a = torch.where(is_kept, 1, a)
-        b = torch.where(is_kept, 0, b)
-        self.rows.combine(self.w, self.d, a, b)
+        self.rows.combine(self.w, self.d, a.where(~is_kept, 1), b.where(~is_kept, 0))
 
-    def _find_turn(
-        self, along: Tensor, across: Tensor, angle: float | Tensor | None, max_angle: float | None
-    ) -> Tensor:
-        """Return by which angle each unit turns.
+    def _share_angle(self, angle: float | Tensor, across: Tensor) -> Tensor:
+        """Return each unit's turn, in proportion to `across`.
 
-        It is that between v and v + d, or, where layers turn by an angle, in proportion to
-        `across`. A layer whose gradient is exactly 0 does not turn then, whatever its momentum.
+        A layer whose gradient is exactly 0 does not turn, whatever its momentum.
         """
-        most: Any = math.pi
-        if angle is not None:
-            squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
-            rms = (squares / self.layers.sizes).sqrt()
-            is_still = (rms == 0) | (moving == 0)
-            speed = torch.where(is_still, 0, angle / rms)
-            turn = across * self.layers.per_row(speed)
-            most = torch.as_tensor(4 * angle, dtype=turn.dtype, device=turn.device)
-            most = most.clamp(max=math.pi / 2)
-        else:
-            turn = torch.atan2(across, self.lengths + along)
-        if max_angle is not None:
-            most = max_angle
-        return turn.clamp(max=most)
+        squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
+        rms = (squares / self.layers.sizes).sqrt()
+        is_still = (rms == 0) | (moving == 0)
+        return across * self.layers.per_row(torch.where(is_still, 0, angle / rms))
 
     def _compute_biases(self) -> None:
-        """Write the new biases to `lam`; one that was not stepped keeps all its digits."""
+        """Write the new biases, r L / R', to `lam`, as b and its change: no step, no rounding."""
         r = self.r[self.bias_rows]
-        is_same_r = r == self.r_before[self.bias_rows]
-        is_same_lam = self.lam == self.stretch * self.bias
-        stepped = torch.where(self.is_near, r * self.lam / self.mean, self.lam)
-        self.lam.copy_(torch.where(is_same_r & is_same_lam, self.bias, stepped))
+        change_of_r = r - self.r_before[self.bias_rows]
+        change = self.lam - self.lam_before
+        change_near = self.distance * change_of_r + r / self.mean * change
+        self.lam.copy_(self.bias + torch.where(self.is_near, change_near, change))
 
     def write(self) -> None:
         """Write what `compute` has computed: weights, biases, masters and r."""
@@ -458,6 +440,16 @@ class Block:
         self.w = []
         if not self.scratch.is_cpu:
             self.scratch.untyped_storage().resize_(0)
+
+
+def _check_rows(weight: Weight, are_full: Tensor) -> None:
+    """Raise where r is fixed and a row is zero, so that it could never grow."""
+    if weight.unit.is_fixed and not are_full.all():
+        raise ValueError(
+            f"{weight.unit.name!r} has a row of zeros, which cannot grow while r is fixed: load "
+            "weights before the optimizer is built, so that this layer stays plain, or give "
+            "scale='free'."
+        )
 
 
 def replace_zeros(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -116,9 +116,8 @@ class GeometricOptimizer(Optimizer):
         _check_choices(coordinates, scale)
         check_rate("lr", lr)
         check_rate("scale_decay", scale_decay)
-        for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
-            if rate is not None:
-                check_rate(name, rate)
+        check_rate("weight_decay", decay or 0.0)
+        check_rate("scale_lr", scale_lr or 0.0)
         check_flag("match", match)
         check_callable("filter_fn", filter_fn, "filter_fn(module, name)")
         settings = {"turn": turn, "max_turn": max_turn, "coordinates": coordinates}
@@ -414,58 +413,52 @@ class GeometricOptimizer(Optimizer):
         trained = {name for _, name, p in self._list_params() if p.requires_grad}
         count = sum(u.rows * u.fan_in for u in self._units if u.name in trained)
         lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
-        lines += [f"  {line}" for line in self._describe_groups()]
+        for i, group in enumerate(self.param_groups):
+            describe = self._describe_units if group["role"] == "units" else self._describe_rest
+            lines.append(f"  group {i}: " + ", ".join(describe(i, group)))
         return "\n".join([*lines, format_table(self._units, self._plain, trained)])
 
-    def _describe_groups(self) -> list[str]:
-        """Return a line for each group: who steps it, how far, and what decays."""
-        lines = []
-        for i, group in enumerate(self.param_groups):
-            rate = float(group["lr"])
-            if group["role"] == "units":
-                words = [f"directions ({self._coordinates}) by {self._base.name}"]
-                if group["turn"] is None:
-                    words.append(f"lr {rate:g}")
-                else:
-                    words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
-                    if rate != group["start_lr"]:
-                        words.append(f"now {float(_find_degrees(group)):g} at lr {rate:g}")
-                if group["max_turn"] is not None:
-                    words.append(f"max_turn {group['max_turn']:g}")
-                words += _describe_momentum(group, self._base.defaults)
-                words.append("no decay")
-            else:
-                words = [f"{self._describe_rest(i)} by {self._rest.name}"]
-                words.append(f"lr {rate * group['lr_ratio']:g}")
-                if group["scale_ratio"] != group["lr_ratio"]:
-                    words.append(f"lr of r {rate * group['scale_ratio']:g}")
-                words += _describe_momentum(group, self._rest.defaults)
-                if any(p.ndim > 1 for p in group["params"]):
-                    words.append(f"decay {group['weight_decay']:g} on matrices that are no units")
-                if group["scale_decay"]:
-                    words.append(f"decay {group['scale_decay']:g} on r")
-            lines.append(f"group {i}: " + ", ".join(words))
-        return lines
+    def _describe_units(self, i: int, group: dict[str, Any]) -> Iterator[str]:
+        """Say who steps the directions of a group, and how far."""
+        yield f"directions ({self._coordinates}) by {self._base.name}"
+        rate = float(group["lr"])
+        if group["turn"] is None:
+            yield f"lr {rate:g}"
+        else:
+            yield f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}"
+            if rate != group["start_lr"]:
+                yield f"now {float(_find_degrees(group)):g} at lr {rate:g}"
+        if group["max_turn"] is not None:
+            yield f"max_turn {group['max_turn']:g}"
+        yield from _describe_momentum(group, self._base.defaults)
+        yield "no decay"
 
-    def _describe_rest(self, i: int) -> str:
-        """Say what a group of the rest steps: r and lam of units, and other parameters."""
-        trained = {name for _, name, p in self._list_params() if p.requires_grad}
-        names = trained & set(self.param_groups[i]["param_names"])
-        directions = self.param_groups[i - 1]
-        of_units = set(directions["param_names"]) if directions["role"] == "units" else set()
+    def _describe_rest(self, i: int, group: dict[str, Any]) -> Iterator[str]:
+        """Say who steps a group of the rest, how far, and what decays."""
+        yield f"{self._name_stepped(i, group)} by {self._rest.name}"
+        rate = float(group["lr"])
+        yield f"lr {rate * group['lr_ratio']:g}"
+        if group["scale_ratio"] != group["lr_ratio"]:
+            yield f"lr of r {rate * group['scale_ratio']:g}"
+        yield from _describe_momentum(group, self._rest.defaults)
+        if any(p.ndim > 1 for p in group["params"]):
+            yield f"decay {group['weight_decay']:g} on matrices that are no units"
+        if group["scale_decay"]:
+            yield f"decay {group['scale_decay']:g} on r"
 
-        parts = []
-        if any(u.name in of_units & trained and not u.is_fixed for u in self._units):
-            parts.append("r")
-        biases = {u.bias for u in self._units if u.name in trained} & names
+    def _name_stepped(self, i: int, group: dict[str, Any]) -> str:
+        """Name what a group of the rest steps: r and lam of units, and other parameters."""
+        before = self.param_groups[max(0, i - 1)]  # the units whose r it steps
+        names = set(group["param_names"])
+        biases = names & {unit.bias for unit in self._units}
+        stepped = []
+        if any(u.name in before["param_names"] and not u.is_fixed for u in self._units):
+            stepped.append("r")
         if biases:
-            parts.append("lam")
-        others = len(names - biases)
-        if others or not parts:
-            parts.append("1 parameter" if others == 1 else f"{others} parameters")
-        if len(parts) == 1:
-            return parts[0]
-        return ", ".join(parts[:-1]) + f" and {parts[-1]}"
+            stepped.append("lam")
+        if names - biases or not stepped:
+            stepped.append(f"{len(names - biases)} parameters")
+        return ", ".join(stepped)
 
 
 def _find_degrees(group: dict[str, Any]) -> Any:
@@ -540,10 +533,15 @@ def _check_angles(group: Mapping[str, Any]) -> str:
     return words if is_far else ""
 
 
-def _find_angles(group: Mapping[str, Any]) -> tuple[Any, float | None]:
+def _find_angles(group: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return by how many radians a group's layers turn, and single units at most, or None."""
-    angle = None if group["turn"] is None else math.radians(1) * _find_degrees(group)
-    return angle, None if group["max_turn"] is None else math.radians(group["max_turn"])
+    angle = max_angle = None
+    if group["turn"] is not None:
+        angle = math.radians(1) * _find_degrees(group)
+        max_angle = torch.as_tensor(4 * angle).clamp(max=math.pi / 2)
+    if group["max_turn"] is not None:
+        max_angle = math.radians(group["max_turn"])
+    return angle, max_angle
 
 
 def _find_ratio(rate: Any, lr: Any) -> float:
