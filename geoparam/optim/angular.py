@@ -12,7 +12,7 @@ from torch import Tensor
 
 from geoparam import sphere
 from geoparam.kernels.selection import weight_kernel
-from geoparam.optim.blocks import Block, Weight, find_gradient, local
+from geoparam.optim.blocks import Angle, Block, Weight, local, put
 
 
 class AngularBlock(Block):
@@ -38,7 +38,7 @@ class AngularBlock(Block):
         fan_in = self.weights[0].unit.fan_in
         self.new_rows = self.stored.new_zeros(len(self.stored), fan_in)
         self.has_written = False  # whether new_rows are the last step's
-        for weight, rows in zip(self.weights, *self._split(self.new_rows), strict=True):
+        for weight, rows in self._divide(self.new_rows):
             target = weight.unit.layout.view(weight.target)
             self._add_written(weight.unit.layout.view(local(weight.param)), target, rows)
 
@@ -46,19 +46,19 @@ class AngularBlock(Block):
         """Write the first angles, and the mean of their metric, into new states."""
         if all("direction" in weight.state for weight in self.weights):
             return
-        latitude = sphere.to_latitude(self._join_rows())
+        rows = self._join_rows([weight.target for weight in self.weights])
+        latitude = sphere.to_latitude(rows)
         metrics = torch.ones_like(self.layers.sizes)
         if self.match:
             means = self.layers.means(sphere.metric(latitude).mean(dim=1))
             metrics = sphere.nonzero(means)
 
         scale = self._find_scale(metrics)
-        first = (latitude * scale).to(scale.dtype).split(self.counts)
-        for i, metric in enumerate(self.layers.divide(metrics)):
-            state = self.weights[i].state
-            if "direction" not in state:
-                state["direction"] = self.weights[i].shard(first[i])
-                state["metric"] = metric
+        divided = self._divide((latitude * scale).to(scale.dtype))
+        for (weight, first), metric in zip(divided, self.layers.divide(metrics), strict=True):
+            if "direction" not in weight.state:
+                weight.state["direction"] = weight.shard(first)
+                weight.state["metric"] = metric
 
     def _find_scale(self, metrics: Tensor) -> Tensor:
         """Return R sqrt(m) of each row."""
@@ -68,26 +68,24 @@ class AngularBlock(Block):
         self.scratch = self.stored.new_zeros(2, self.stored.numel())
         self.increment, self.gradient = (memory.view_as(self.stored) for memory in self.scratch)
         self._add_result(self.stored, self.increment)
-        parts = self._split(self.increment, self.gradient)
-        for weight, increment, gradient in zip(self.weights, *parts, strict=True):
+        for weight, increment, gradient in self._divide(self.increment, self.gradient):
             self._add_variable("direction", weight, increment, gradient)
 
-    def _join_rows(self) -> Tensor:
-        return torch.cat([weight.unit.layout.to_rows(weight.target) for weight in self.weights])
+    def _join_rows(self, tensors: list[Tensor]) -> Tensor:
+        """Return the rows of tensors that are laid out as the weights."""
+        pairs = zip(self.weights, tensors, strict=True)
+        return torch.cat([weight.unit.layout.to_rows(x) for weight, x in pairs])
 
     # ---- before the optimizers step
 
     def _read_directions(self) -> None:
-        self.before = self._join_rows()
-        is_zero = ~self.before.any(dim=1)
+        self.w = self._join_rows([weight.target for weight in self.weights])
+        is_zero = ~self.w.any(dim=1)
         self._read_written_rows(is_zero)
         self.r_before = torch.where(is_zero, 0, self.stored_r)
 
-        gradients = []
-        for weight in self.weights:
-            gradient = find_gradient(weight.param, weight.target)
-            gradients.append(weight.unit.layout.to_rows(gradient))
-        self.g = torch.cat(gradients)
+        gradients = self._find_gradients()
+        self.g = self._join_rows(gradients)
 
         latitude = self.stored / self.scale
         by_latitude, by_r = self.kernel.backward(self.g, latitude, self.r_before, False, None)
@@ -104,17 +102,17 @@ class AngularBlock(Block):
         """
         if not self.has_written:
             self.new_rows.copy_(self._compute_rows(self.stored, self.stored_r))
-        is_changed = (self.before != self.new_rows).any(dim=1) & ~is_zero
+        is_changed = (self.w != self.new_rows).any(dim=1) & ~is_zero
         if _is_none(is_changed):
             return
         sign = torch.where(self.stored_r < 0, -1, 1)
-        r = sphere.length(self.before) * sign
-        self.stored_r.copy_(torch.where(is_changed, r, self.stored_r))
-        self._store(self.stored, is_changed, self.before * sign[:, None])
+        r = sphere.length(self.w) * sign
+        put(self.stored_r, is_changed, r)
+        self._store(self.stored, is_changed, self.w * sign[:, None])
 
     # ---- after the optimizers have stepped
 
-    def _compute_directions(self, angle: Any, max_angle: Any) -> None:
+    def _compute_directions(self, angle: Angle, max_angle: Angle) -> None:
         """Compute rows from the stepped angles; a row that was not stepped keeps its digits."""
         is_still = ~self.increment.any(dim=1) & (self.r == self.r_before)
         self.increment.add_(self.stored)
@@ -126,16 +124,16 @@ class AngularBlock(Block):
         is_born = self.is_new & self.g.any(dim=1)
         sign = torch.where(self.r < 0, 1, -1)
         self._store(self.increment, is_born, self.g * sign[:, None])
-        self.r.copy_(torch.where(self.is_new, is_born * self.r.abs(), self.r))
+        put(self.r, self.is_new, is_born * self.r.abs())
 
         r = torch.where(self.is_pruned, 0, self.r)
         rows = self._compute_rows(self.increment, r)
-        self.new_rows.copy_(torch.where(is_still[:, None], self.before, rows))
+        self.new_rows.copy_(torch.where(is_still[:, None], self.w, rows))
         self.has_written = True
 
     def _limit(self, most: float) -> None:
         """Turn units back that would go further: w = cos(most) u + sin(most) e, e across u."""
-        u = sphere.normalise(self.before * self.r_before.sign()[:, None])
+        u = sphere.normalise(self.w * self.r_before.sign()[:, None])
         v = sphere.normalise(self._compute_rows(self.increment, torch.ones_like(self.r)))
         e = sphere.normalise(v - (u * v).sum(dim=1, keepdim=True) * u)
         turned = math.cos(most) * u + math.sin(most) * e
@@ -147,12 +145,7 @@ class AngularBlock(Block):
     def _store(self, stored: Tensor, is_chosen: Tensor, vectors: Tensor) -> None:
         """Store the directions of the chosen vectors."""
         if not _is_none(is_chosen):
-            latitude = sphere.to_latitude(vectors) * self.scale
-            stored.copy_(torch.where(is_chosen[:, None], latitude, stored))
-
-    def release(self) -> None:
-        self.before = self.g = self.stored_r.new_empty(0)
-        super().release()
+            put(stored, is_chosen[:, None], sphere.to_latitude(vectors) * self.scale)
 
 
 def _is_none(is_chosen: Tensor) -> bool:
