@@ -8,7 +8,7 @@ All values come near 1 if they start in (0, 1], so that matrices are divided by 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,15 @@ def orthogonalise(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
 
 
 def orthogonalise_all(
-    matrices: Sequence[Tensor], coefficients: Coefficients, eps: float = 1e-7
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    eps: float,
+    find_factor: Callable[[int, int], float | Tensor],
 ) -> list[Tensor]:
     """Return nearly U V^T for matrices of any shapes; those of equal shape share their calls.
 
     Tiny ones with an equal short side do so too: shorter ones are padded with columns of zeros,
-    which stay zero.
+    which stay zero. Results have the matrices' type, times the factor for their shape.
     """
     batches = defaultdict[object, dict[torch.Size, list[int]]](dict)
     for i, matrix in enumerate(matrices):
@@ -52,11 +55,14 @@ def orthogonalise_all(
             stacks = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in stacks]
         stack = _iterate(torch.cat(stacks) if len(stacks) > 1 else stacks[0], coefficients)
 
-        found = stack.unbind()
-        places = [(i, shape) for shape, members in batch.items() for i in members]
-        for x, (i, shape) in zip(found, places, strict=True):
-            x = x[:, : max(shape)]
-            results[i] = x.mT if shape[0] > shape[1] else x
+        parts = stack.split([len(members) for members in batch.values()])
+        for (shape, members), part in zip(batch.items(), parts, strict=True):
+            x = part[:, :, : max(shape)]
+            x = x.mT if shape[0] > shape[1] else x
+            x = x.to(matrices[members[0]].dtype, copy=True, memory_format=torch.contiguous_format)
+            x.mul_(find_factor(*shape))
+            for i, result in zip(members, x.unbind(), strict=True):
+                results[i] = result
     return results
 
 

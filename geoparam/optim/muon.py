@@ -56,12 +56,15 @@ class RowMuon(Optimizer):
             layers += whole.reshape(sum(sizes), -1).split(sizes)
             counts.append(len(sizes))
 
+        def find_factor(out: int, fan_in: int) -> float | Tensor:
+            return -group["lr"] * _adjust_rate(group["adjust_lr_fn"], out, fan_in)
+
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-        orthogonal = iter(orthogonalise_all(layers, coefficients, group["eps"]))
+        by_layer = iter(orthogonalise_all(layers, coefficients, group["eps"], find_factor))
         steps = []
         for p, count in zip(params, counts, strict=True):
-            parts = [next(orthogonal) for _ in range(count)]
-            steps.append(_make_step(p, parts, group))
+            parts = [next(by_layer) for _ in range(count)]
+            steps.append(_shape_like(p, parts[0] if count == 1 else torch.cat(parts)))
 
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -95,23 +98,19 @@ def _try_torchs(lr: float | Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return torchs.defaults
 
 
-def _make_step(p: Any, parts: list[Tensor], group: dict[str, Any]) -> Tensor:
-    """Return the orthogonal layers of a parameter times the rate, shaped and sharded as it is."""
-    step = torch.empty((p.numel(),), dtype=p.dtype, device=p.device)
-    rows = step.view(-1, parts[0].shape[1])
-    for part, memory in zip(parts, rows.split([len(part) for part in parts]), strict=True):
-        factor = _find_factor(group["adjust_lr_fn"], *part.shape)
-        memory.copy_(part).mul_(-factor * group["lr"])
+def _shape_like(p: Any, step: Tensor) -> Tensor:
+    """Return a step in the parameter's shape, and sharded as it is."""
+    step = step.view(p.shape)
     if not hasattr(p, "placements"):
-        return step.view(p.shape)
+        return step
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * p.device_mesh.ndim
-    whole = DTensor.from_local(step.view(p.shape), p.device_mesh, everywhere, run_check=False)
+    whole = DTensor.from_local(step, p.device_mesh, everywhere, run_check=False)
     return whole.redistribute(placements=p.placements)
 
 
-def _find_factor(name: str | None, out: int, fan_in: int) -> float:
+def _adjust_rate(name: str | None, out: int, fan_in: int) -> float:
     """Return torch's adjustment of the rate to a matrix's shape."""
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(out, fan_in))

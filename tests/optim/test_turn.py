@@ -61,6 +61,18 @@ def test_the_turn_does_not_depend_on_torchs_default_type(request: Any) -> None:
     assert rms(angles) == pytest.approx(2.4, rel=1e-6)
 
 
+def test_the_bound_of_one_unit_does_not_depend_on_torchs_default_type(request: Any) -> None:
+    layer = nn.Linear(6, 64)
+    model = nn.Sequential(layer, nn.Linear(64, 3)).double()
+    before = rows(layer)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    layer.weight.grad[5] = torch.randn(6)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    build(model, turn=2.3).step()
+    assert find_angles(before, rows(layer))[5].item() == pytest.approx(4 * 2.3, rel=1e-9)
+
+
 @every_base
 def test_a_layer_without_gradient_does_not_turn_even_through_momentum(base: str) -> None:
     model = mlp()
