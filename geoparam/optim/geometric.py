@@ -538,10 +538,11 @@ def _find_angles(group: Mapping[str, Any]) -> tuple[Any, Any]:
     angle = max_angle = None
     if group["turn"] is not None:
         angle = math.radians(1) * _find_degrees(group)
-        is_tensor = isinstance(angle, Tensor)
-        max_angle = (
-            (4 * angle).clamp(max=math.pi / 2) if is_tensor else min(4 * angle, math.pi / 2)
-        )
+        max_angle = 4 * angle
+        if isinstance(angle, Tensor):
+            max_angle = max_angle.clamp(max=math.pi / 2)
+        else:
+            max_angle = min(max_angle, math.pi / 2)
     if group["max_turn"] is not None:
         max_angle = math.radians(group["max_turn"])
     return angle, max_angle
