@@ -115,8 +115,9 @@ def _describe_owner(model: nn.Module, name: str) -> str:
         return "an embedding"
     if type(owner).__name__.endswith("Router"):
         return "a router"
-    is_stacked = model.get_parameter(name).ndim == 3
-    return "not in a known layer" + is_stacked * "; experts? Then give stacks="
+    if model.get_parameter(name).ndim == 3:
+        return "not in a known layer; experts? Then give stacks="
+    return "not in a known layer"
 
 
 def _check_model(model: nn.Module) -> None:
