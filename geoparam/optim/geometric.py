@@ -116,8 +116,9 @@ class GeometricOptimizer(Optimizer):
         _check_choices(coordinates, scale)
         check_rate("lr", lr)
         check_rate("scale_decay", scale_decay)
-        check_rate("weight_decay", decay or 0.0)
-        check_rate("scale_lr", scale_lr or 0.0)
+        for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
+            if rate is not None:
+                check_rate(name, rate)
         check_flag("match", match)
         check_callable("filter_fn", filter_fn, "filter_fn(module, name)")
         settings = {"turn": turn, "max_turn": max_turn, "coordinates": coordinates}

@@ -87,7 +87,8 @@ def _try_torchs(lr: float | Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Return all options of torch's Muon; raise for those that it would find out about later."""
     p = nn.Parameter(torch.zeros(1, 1, device="cpu"))
     p.grad = torch.zeros_like(p)
-    torchs = torch.optim.Muon([p], lr, **options)
+    given: Any = {"lr": lr, **options}
+    torchs = torch.optim.Muon([p], **given)
     check_count("ns_steps", torchs.defaults["ns_steps"])
     check_flag("nesterov", torchs.defaults["nesterov"])
     check_rate("eps", torchs.defaults["eps"])
