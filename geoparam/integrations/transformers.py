@@ -118,7 +118,8 @@ def _add_settings(args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options, and those that Trainer's arguments stand for where none is named."""
     settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    base, rest = options.get("base", torch.optim.SGD), options.get("rest")
+    base: Any = options.get("base", torch.optim.SGD)
+    rest: Any = options.get("rest")
     if rest is None and _find_class(base) is torch.optim.Muon:
         rest = torch.optim.AdamW
 

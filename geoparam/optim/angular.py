@@ -131,7 +131,7 @@ class AngularBlock(Block):
         self.new_rows.copy_(torch.where(is_still[:, None], self.w, rows))
         self.has_written = True
 
-    def _limit(self, most: float) -> None:
+    def _limit(self, most: Any) -> None:
         """Turn units back that would go further: w = cos(most) u + sin(most) e, e across u."""
         u = sphere.normalise(self.w * self.r_before.sign()[:, None])
         v = sphere.normalise(self._compute_rows(self.increment, torch.ones_like(self.r)))

@@ -262,12 +262,11 @@ class Block:
 
     def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> None:
         """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
-        state, group, parts = weight.state, weight.group, ()
-        if name == "direction":
-            parts = weight.unit.parts
-        elif name == "r":
+        state, group = weight.state, weight.group
+        parts = weight.unit.parts if name == "direction" else ()
+        if name == "r":
             group += 1  # the rest's
-        else:
+        elif name == "lam":
             state, group = weight.bias_state, weight.bias_group
 
         parameter = nn.Parameter(weight.shard(value), requires_grad=False)

@@ -462,7 +462,7 @@ class GeometricOptimizer(Optimizer):
         return ", ".join(stepped)
 
 
-def _find_degrees(group: dict[str, Any]) -> Any:
+def _find_degrees(group: Mapping[str, Any]) -> Any:
     return group["turn"] * group["lr"] / group["start_lr"]
 
 
@@ -536,7 +536,8 @@ def _check_angles(group: Mapping[str, Any]) -> str:
 
 def _find_angles(group: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return by how many radians a group's layers turn, and single units at most, or None."""
-    angle = max_angle = None
+    angle: Any = None
+    max_angle: Any = None
     if group["turn"] is not None:
         angle = math.radians(1) * _find_degrees(group)
         max_angle = 4 * angle
