@@ -1,6 +1,5 @@
 """What the units of a network do: their boundaries, how these move, the regions they make."""
 
-from geoparam.analysis.activations import SReLU, breaks
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.history import History
 from geoparam.analysis.patterns import Patterns, patterns
@@ -8,6 +7,7 @@ from geoparam.analysis.quantities import QUANTITIES, LayerQuantity, UnitQuantity
 from geoparam.analysis.snapshot import Interval, Snapshot
 from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.analysis.watch import watch
+from geoparam.model.activations import SReLU, breaks
 
 __all__ = [
     "QUANTITIES",

@@ -33,15 +33,15 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.activations import breaks
-from geoparam.analysis.norms import (
+from geoparam.analysis.probe import read_moments
+from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.model.activations import breaks
+from geoparam.model.norms import (
     Moments,
     count_groups,
     find_feature_dim,
     read_norm,
 )
-from geoparam.analysis.probe import read_moments
-from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
 from geoparam.model.run import full_tensor, unwrap
 from geoparam.model.unit_layers import (
     UnitRows,

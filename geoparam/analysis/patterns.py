@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.activations import breaks
 from geoparam.analysis.max_pool import MaxPool
 from geoparam.analysis.probe import observe
 from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.model.activations import breaks
 from geoparam.model.run import tensors_in, unwrap
 from geoparam.storage import list_few
 

@@ -12,14 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.norms import (
+from geoparam.analysis.sites import Inputs, Site, Sites
+from geoparam.model.norms import (
     Moments,
     average_moments,
     compute_moments,
     needs_batch,
     uses_batch,
 )
-from geoparam.analysis.sites import Inputs, Site, Sites
 from geoparam.model.trace import Step, trace
 
 See = Callable[[Site, int, Tensor], None]  # of a site, the number of a step, what the step reads

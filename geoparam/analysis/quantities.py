@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam.analysis.norms import count_groups
 from geoparam.analysis.readings import median
 from geoparam.analysis.snapshot import Interval
+from geoparam.model.norms import count_groups
 from geoparam.model.run import full_tensor
 from geoparam.model.unit_layers import count_positions, read_rows
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.activations import breaks
-from geoparam.analysis.norms import average_moments, compute_moments
 from geoparam.analysis.patterns import Collector
 from geoparam.analysis.probe import list_normed, observe
 from geoparam.analysis.sites import Inputs, Site, Sites
+from geoparam.model.activations import breaks
+from geoparam.model.norms import average_moments, compute_moments
 from geoparam.model.unit_layers import count_positions
 from geoparam.norm import TrackedMean
 

@@ -12,14 +12,15 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from geoparam.analysis.activations import Activation, SReLU, breaks
 from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
+from geoparam.model.activations import Activation, SReLU, breaks
 from geoparam.model.graph import Call, Graph, Node
+from geoparam.model.norms import UnknownNorm, find_feature_dim
 from geoparam.model.run import strip_wrappers, unwrap
 from geoparam.model.trace import OPS, Filter, trace
 from geoparam.model.unit_layers import (
+    INSIDE_ATTENTION,
     count_positions,
     count_units,
     find_channel,
@@ -29,8 +30,6 @@ from geoparam.model.unit_layers import (
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = Iterable[str] | Filter | None
 Modules = Mapping[str, nn.Module]
-
-INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.boundary import combine_terms, place_boundaries, read_units
-from geoparam.analysis.norms import Moments
 from geoparam.analysis.patterns import Changes, Pattern, Patterns, count_examples
 from geoparam.analysis.readings import Readings
 from geoparam.analysis.sites import Inputs, Sites
+from geoparam.model.norms import Moments
 from geoparam.model.run import full_tensor
 from geoparam.model.unit_layers import UnitRows, count_units
 

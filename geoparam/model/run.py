@@ -56,6 +56,13 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
 
 
+def find_package(module: nn.Module) -> str:
+    """Return the package whose code a module runs; "" if it was given a forward of its own."""
+    if "forward" in vars(module):
+        return ""
+    return (type(module).forward.__module__ or "").partition(".")[0]  # fx writes code without one
+
+
 def overrides(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether the module's class, or the module, computes otherwise than `base`."""
     names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")

@@ -26,6 +26,28 @@ from geoparam.model.run import computes_as, strip_wrappers
 Split = Mapping[str, int | Sequence[int]]
 Stacks = Mapping[str, str]
 PLAIN_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+# Functions that multiply with a weight, and which dimension of the result has the units.
+FUNCTIONS = {
+    "linear": -1,
+    "addmm": -1,
+    "conv1d": -2,
+    "conv2d": -3,
+    "conv3d": -4,
+    "bilinear": None,
+    "conv_transpose1d": None,
+    "conv_transpose2d": None,
+    "conv_transpose3d": None,
+    "matmul": None,
+    "rmatmul": None,
+    "mm": None,
+    "bmm": None,
+    "baddbmm": None,
+    "einsum": None,
+    "tensordot": None,
+}
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' expert modules
 
 
@@ -193,13 +215,29 @@ def is_conv1d(module: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+def has_matrix(module: nn.Module) -> bool:
+    """Return whether a module multiplies with a weight of its own, stored or computed."""
+    weight = module._parameters.get("weight")
+    is_leaf = next(module.children(), None) is None
+    is_stored = is_leaf and weight is not None and weight.ndim > 1
+    return is_stored or computes_weight(module)
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Return whether `weight` is a property, as in GmP layers and torch's parametrizations."""
+    return isinstance(getattr(type(module), "weight", None), property)
+
+
 def find_unit_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the affine layers of a model, by name, in order of registration."""
     layers = {}
     for name, module in model.named_modules():
-        if count_units(module):
-            entry = find_affine(module)
-            layers[name if entry is None else entry.name(name)] = module
+        if hasattr(module, "read_units"):
+            layers[name] = module
+            continue
+        entry = find_affine(module)
+        if entry is not None and _count_rows(module, entry):
+            layers[entry.name(name)] = module
     return layers
 
 
@@ -208,8 +246,14 @@ def count_units(layer: Any) -> int:
     if hasattr(layer, "read_units"):
         return layer.weight_shape[0]
     entry = find_affine(layer)
-    weight = None if entry is None else _read_weight(layer, entry)[0]
-    return 0 if entry is None or weight is None else len(entry.layout.to_rows(weight))
+    return 0 if entry is None else _count_rows(layer, entry)
+
+
+def _count_rows(layer: nn.Module, entry: Entry) -> int:
+    weight = layer._parameters.get(entry.key)
+    if weight is None:  # computed, or attention with a weight for each projection
+        weight = _read_weight(layer, entry)[0]
+    return 0 if weight is None else len(entry.layout.to_rows(weight))
 
 
 def read_rows(layer: Any) -> UnitRows:
