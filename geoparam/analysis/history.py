@@ -13,7 +13,7 @@ is written over by the next record.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -231,13 +231,15 @@ class History(Mapping[str, LayerHistory]):
         from geoparam import plots
 
         values = self.table(quantity)
+        options: dict[str, Any] = {"label": quantity, "log": quantity.startswith("rotation_")}
         if quantity == "dead" and "units" in self.quantities:
             values = values / self.table("units")
-            return plots.dead_units(values, layers=self.layers, steps=self.steps, ax=axes)
-        if quantity.startswith("rotation_"):
-            return plots.rotation_heatmap(values, layers=self.layers, steps=self.steps, ax=axes)
+            most = max(
+                0.01, np.nanmax(values, initial=0)
+            )  # 1 unit of 1,000 must not look like all
+            options = {"label": "share of dead units", "limits": (0, most)}
         return plots.layer_heatmap(
-            values, layers=self.layers, label=quantity, steps=self.steps, ax=axes
+            values, layers=self.layers, steps=self.steps, ax=axes, **options
         )
 
     def table(self, quantity: str) -> np.ndarray:
