@@ -22,7 +22,7 @@ from geoparam.analysis.boundary import Statistics, uses_batch_statistics
 from geoparam.analysis.history import History
 from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
 from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
-from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
+from geoparam.analysis.sites import Inputs, Layers, check_batch, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
 from geoparam.arguments import check_callable, check_count, check_flag
 from geoparam.model.run import refuse_lazy, strip_wrappers, unwrap
@@ -123,7 +123,7 @@ class BoundaryTracker:
         check_callable("schedule", schedule, "schedule(step)")
         _check_model(model)
         for inputs in (probe, example_inputs):
-            check_inputs(inputs)
+            check_batch(inputs)
         check_log(log)
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)

@@ -190,16 +190,11 @@ def breaks(activation: Activation | None) -> Breaks | None:
     return entry.read(activation) if isinstance(entry, Limits) else entry
 
 
-def find_module_name(module: nn.Module) -> str:
-    """Return the table's name of an activation module: "leaky_relu" for LeakyReLU; else ""."""
-    kind = type(module).__name__.lower()
-    return BY_MODULE.get(kind.removesuffix("activation"), "")  # transformers: NewGELUActivation
-
-
 def _find_name(activation: Activation) -> str:
     """Return the table's name: "leaky_relu" for LeakyReLU, F.leaky_relu and x.relu_."""
     if isinstance(activation, Node):
         return activation.op
     if isinstance(activation, nn.Module):
-        return find_module_name(activation)
+        kind = type(activation).__name__.lower()
+        return BY_MODULE.get(kind, kind)
     return getattr(activation, "__name__", "").strip("_")

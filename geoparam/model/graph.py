@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WEIGHTED = ("layer", "embedding")
+Step = tuple[int, str, str | None]  # number, op and name of a node
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Graph:
             if node.name is not None:
                 self._calls.setdefault(node.name, []).append(index)
         self.users = [tuple(readers) for readers in users]
+
+    def steps(self, numbers: Iterable[int]) -> list[Step]:
+        """Return number, op and name of steps; those after the end of the run are left out."""
+        ran = [number for number in numbers if number < len(self.nodes)]
+        return [(number, self.nodes[number].op, self.nodes[number].name) for number in ran]
 
     @cached_property
     def layers(self) -> tuple[str, ...]:

@@ -45,11 +45,6 @@ class Moments(NamedTuple):
     deviation: Tensor
 
 
-def is_named_norm(module: nn.Module) -> bool:
-    """Return whether a module's class is called a norm: RMSNorm, LayerNorm2d, GroupNormAct."""
-    return "norm" in type(module).__name__.lower()
-
-
 def is_frozen_batch_norm(norm: nn.Module) -> bool:
     """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2: constants alone."""
     is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")

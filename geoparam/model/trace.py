@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from geoparam.model import norms, unit_layers
-from geoparam.model.activations import ACTIVATIONS, find_module_name
-from geoparam.model.graph import Graph, Node
+from geoparam.model import norms
+from geoparam.model.activations import ACTIVATIONS, BY_MODULE
+from geoparam.model.graph import Graph, Node, Step
 from geoparam.model.run import (
     arguments_of,
     call,
@@ -43,7 +43,14 @@ from geoparam.model.run import (
     refuse_unready,
     tensors_in,
 )
-from geoparam.model.unit_layers import FUNCTIONS
+from geoparam.model.unit_layers import (
+    EMBEDDINGS,
+    FUNCTIONS,
+    LAYERS,
+    computes_weight,
+    find_channel,
+    has_matrix,
+)
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name
 
@@ -87,7 +94,6 @@ OPS = {
 OPERATORS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
 KNOWN = ("torch", "torchvision", "timm", "transformers", "geoparam")  # by their classes' names
 NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-Step = tuple[int, str, str | None]  # number, op and name of a node
 Watch = Mapping[Step, Sequence[Callable[[Tensor], None]]]
 
 
@@ -243,7 +249,7 @@ class _Recorder(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
         for name, module in model.named_modules():
-            if unit_layers.computes_weight(module):
+            if computes_weight(module):
                 for parameter in module.parameters(recurse=False):
                     self.owner[parameter] = f"{name}.weight"
 
@@ -416,21 +422,21 @@ def _step(module: nn.Module) -> Node:
     one that only has the name, or the base class, of a known one.
     """
     op = type(module).__name__.lower()
-    if isinstance(module, unit_layers.EMBEDDINGS):
+    if isinstance(module, LAYERS):
+        return Node("layer", op, channel=find_channel(module))
+    if isinstance(module, EMBEDDINGS):
         return Node("embedding", op)
 
+    activation = BY_MODULE.get(op.removesuffix("activation"))  # as in NewGELUActivation
     is_leaf = next(module.children(), None) is None
-    is_known = find_package(module) in KNOWN
-    is_layer = isinstance(module, unit_layers.LAYERS)
-    if is_leaf and not is_layer and norms.is_named_norm(module):
-        if is_known or not isinstance(module, norms.NORMS):
+    if is_leaf and ("norm" in op or activation is not None):
+        is_known = find_package(module) in KNOWN
+        if "norm" in op and (is_known or not isinstance(module, norms.NORMS)):
             return Node("norm", op)
-
-    activation = find_module_name(module)
-    if is_leaf and is_known and activation:
-        return Node("activation", activation)
-    if is_layer or unit_layers.has_matrix(module):
-        return Node("layer", op, channel=unit_layers.find_channel(module))
+        if activation is not None and is_known:
+            return Node("activation", activation)
+    if has_matrix(module):
+        return Node("layer", op, channel=find_channel(module))
     return Node("", op)
 
 
