@@ -142,8 +142,9 @@ def boundaries(
     batch = uses_batch_statistics(statistics, inputs)
     model = unwrap(model)
     sites = find_sites(model, inputs, layers)
+    norms = [site.norm for site in sites.layers.values() if site.norm is not None]
     moments: Mapping[str, Moments] = {}
-    if inputs is not None and any(needs_batch(site.norm, model, batch) for site in sites):
+    if inputs is not None and any(needs_batch(norm, model, batch) for norm in norms):
         moments = Readings(model, inputs, sites, batch).moments
     computed = {}
     for name, site in sites.layers.items():
@@ -214,7 +215,7 @@ def read_units(site: Site, moments: Moments | None = None) -> UnitRows:
             units = _centre(units, groups)
         units.terms.update(read_norm(site.norm, bool(groups), moments))
 
-    known = breaks(site.activation)
+    known = None if site.activation is None else breaks(site.activation)
     if known is not None:
         units.terms.update(low=known.points[0], high=known.points[-1])
     return units

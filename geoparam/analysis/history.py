@@ -117,8 +117,7 @@ class History(Mapping[str, LayerHistory]):
     """The records of a tracker: `history[layer][quantity]` has one value for each record.
 
     Every layer has the columns of the summary and, where `counts` says how many units of it are
-    kept, those of its units, (records, units). `network` has those of all layers together, and NaN
-    for lengths of inputs and products of cosines.
+    kept, those of its units, (records, units). `network` has those of all layers together.
     """
 
     def __init__(

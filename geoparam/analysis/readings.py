@@ -55,7 +55,7 @@ class Readings:
         self._shares = defaultdict[str, list[Tensor]](list)  # active, then above; of each call
         self._moments: dict[str, list[Moments]] = {}
         for name, site in sites.layers.items():
-            if needs_batch(site.norm, model, batch):
+            if site.norm is not None and needs_batch(site.norm, model, batch):
                 self._moments[name] = []
         self._collector = Collector(_count_examples(probe))
 
@@ -122,25 +122,13 @@ class Readings:
         if known is None:  # a max pool, or smooth
             self._collector.add(site, step, z, None)
             return
-        above, active = known.above(z, site.channel), known.active(z, site.channel)
+        above = known.above(z, site.channel)
+        if site.layer is not None and z.numel():
+            self._shares[site.name].append(known.measure_shares(z, site.channel))
         self._collector.add(site, step, z, above)
-        if site.layer is None or not z.numel():
-            return
-
-        shares = torch.stack([_share(side, site.channel) for side in (active, *above)])
-        has_diverged = _share(z.isnan(), site.channel) > 0
-        shares[:, has_diverged] = torch.nan
-        self._shares[site.name].append(shares)
 
     def _see_norm(self, site: Site, z: Tensor) -> None:
         self._moments[site.name].append(compute_moments(site.norm, z))
-
-
-def _share(sides: Tensor, channel: int) -> Tensor:
-    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
-    channel %= sides.ndim  # a run that takes other steps may show another rank
-    by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
-    return by_unit.sum(dim=1).double() / by_unit.shape[1]
 
 
 def _count_examples(inputs: Inputs) -> int | None:

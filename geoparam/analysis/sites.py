@@ -20,9 +20,8 @@ from geoparam.model.run import refuse_non_batch, strip_wrappers, unwrap
 from geoparam.model.trace import OPS, Filter, trace
 from geoparam.model.unit_layers import (
     INSIDE_ATTENTION,
+    UnitLayer,
     count_positions,
-    count_units,
-    find_channel,
     find_unit_layers,
 )
 
@@ -92,8 +91,7 @@ def find_sites(
         inputs: A small batch as the model takes it, with `kwargs`; None for no run.
         layers: Names of the layers, or a function of module and name; all by default.
     """
-    if inputs is not None:
-        check_batch(inputs)
+    check_batch(inputs)
     model = unwrap(model)
     units = find_unit_layers(model)
     graph = None if inputs is None else trace(model, inputs, kwargs)
@@ -103,24 +101,25 @@ def find_sites(
 
     sites: dict[str, Site] = {}
     for name in (*ran, *unseen):
-        module = units.get(name)
-        if module is None:  # an embedding's weight, a recurrent layer
+        if name not in units:  # a recurrent layer, or one that computes something else
             continue
-        site = Site(strip_wrappers(name), module, count_units(module), find_channel(module))
+        module = units[name].module
+        site = Site(strip_wrappers(name), *units[name])
         if graph is not None and name in ran:
             site = _follow(site, graph, name, modules)
         if isinstance(module, GmPLayer) and module.activation is not None:
             site = _use_own_activation(site, module.activation)
         sites[site.name] = site
 
-    by_name = {name: site.layer for name, site in sites.items() if site.layer is not None}
-    chosen = {name: sites[name] for name in choose_layers(by_name, layers)}
+    chosen = _choose(sites, layers)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)
 
 
-def check_batch(inputs: Inputs) -> None:
+def check_batch(inputs: Inputs | None) -> None:
     """Refuse a probe or example inputs that are not one batch, or an empty one."""
+    if inputs is None:
+        return
     refuse_non_batch(inputs)
     if isinstance(inputs, Tensor) and not inputs.numel():
         raise ValueError(
@@ -129,27 +128,26 @@ def check_batch(inputs: Inputs) -> None:
         )
 
 
-def choose_layers(units: Mapping[str, nn.Module], layers: Layers) -> list[str]:
-    """Return the names of the chosen ones of a model's layers with units."""
-    if layers is None:
-        chosen = list(units)
-    elif callable(layers):
-        chosen = [name for name, module in units.items() if layers(module, name)]
-    else:
-        if not isinstance(layers, Iterable):
-            raise ValueError(
-                f"layers are names, or a function of module and name; got {layers!r}."
-            )
-        chosen = [layers] if isinstance(layers, str) else list(layers)
-        missing = [name for name in chosen if name not in units]
-        if missing:
-            raise ValueError(f"no layers {missing}; the model has: {', '.join(units)}.")
-    if not chosen:
+def _choose(sites: Mapping[str, Site], layers: Layers) -> dict[str, Site]:
+    """Return the sites of the layers that a user chose."""
+    names = list(sites)
+    if callable(layers):
+        modules = {name: site.layer for name, site in sites.items() if site.layer is not None}
+        names = [name for name, module in modules.items() if layers(module, name)]
+    elif isinstance(layers, Iterable):
+        names = [layers] if isinstance(layers, str) else list(layers)
+    elif layers is not None:
+        raise ValueError(f"layers are names, or a function of module and name; got {layers!r}.")
+
+    missing = [name for name in names if name not in sites]
+    if missing:
+        raise ValueError(f"no layers {missing}; the model has: {', '.join(sites)}.")
+    if not names:
         raise ValueError(
             "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
             "Give `layers` names, or a function of module and name that is true for some."
         )
-    return chosen
+    return {name: sites[name] for name in names}
 
 
 def _use_own_activation(site: Site, activation: Activation) -> Site:
@@ -234,7 +232,7 @@ def _has_units_in(graph: Graph, call: Call, step: int | None, dim: int) -> bool:
 
 
 def _find_others(
-    graph: Graph, modules: Modules, units: Modules, chosen: Mapping[str, Site]
+    graph: Graph, modules: Modules, units: Mapping[str, UnitLayer], chosen: Mapping[str, Site]
 ) -> list[Site]:
     """Return the max pools, and the activations with breakpoints that no chosen site shows.
 
@@ -243,16 +241,16 @@ def _find_others(
     """
     names = {call.layer: site.name for site in chosen.values() for call in site.calls}
     chosen_layers = {site.layer for site in chosen.values()}
-    has_all_layers = chosen_layers == set(units.values())
+    has_all_layers = chosen_layers == {unit.module for unit in units.values()}
     shown: set[int | None] = set()
     for site in chosen.values():
-        if site.is_readable and breaks(site.activation):
+        if site.is_readable:
             shown |= {call.activation for call in site.calls}
 
     others = []
     for step, node in enumerate(graph.nodes):
-        activation = _read_activation(node, modules)
-        if activation is None or step in shown:
+        activation = None if step in shown else _read_activation(node, modules)
+        if activation is None:
             continue
 
         before = _find_layer_before(graph, step)
@@ -262,8 +260,9 @@ def _find_others(
         else:
             layer = graph.nodes[before].name or ""
             name = names.get(before, layer or node.op)
-            module = units.get(layer)  # None: a layer whose units are not followed
-            is_wanted = has_all_layers if module is None else module in chosen_layers
+            is_wanted = has_all_layers
+            if layer in units:
+                is_wanted = units[layer].module in chosen_layers
         if is_wanted:
             others.append(_make_site(name, activation, step, graph))
     return others

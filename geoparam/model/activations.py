@@ -105,6 +105,24 @@ class Breaks:
             return z > first
         return (z > first) & (z < last)
 
+    def measure_shares(self, z: Tensor, channel: int) -> Tensor:
+        """Return the share of points at which each unit is active, then above each breakpoint.
+
+        NaN for a unit with a pre-activation that is NaN; (1 + K, units).
+        """
+        sides = (self.active(z, channel), *self.above(z, channel))
+        shares = torch.stack([_share(side, channel) for side in sides])
+        has_diverged = _share(z.isnan(), channel) > 0
+        shares[:, has_diverged] = torch.nan
+        return shares
+
+
+def _share(sides: Tensor, channel: int) -> Tensor:
+    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
+    channel %= sides.ndim  # a run that takes other steps may show another rank
+    by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
+    return by_unit.sum(dim=1).double() / by_unit.shape[1]
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -92,10 +92,8 @@ def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
     return has_running(norm) and not is_evaluating and not is_frozen
 
 
-def needs_batch(norm: nn.Module | None, model: nn.Module, batch: bool) -> bool:
+def needs_batch(norm: nn.Module, model: nn.Module, batch: bool) -> bool:
     """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
-    if norm is None:
-        return False
     return not has_running(norm) or (batch and uses_batch(norm, model))
 
 

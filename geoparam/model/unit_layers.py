@@ -228,16 +228,25 @@ def computes_weight(module: nn.Module) -> bool:
     return isinstance(getattr(type(module), "weight", None), property)
 
 
-def find_unit_layers(model: nn.Module) -> dict[str, nn.Module]:
+class UnitLayer(NamedTuple):
+    """An affine layer of a model: its module, number of units, and dimension of its outputs."""
+
+    module: nn.Module
+    size: int
+    channel: int  # from the end
+
+
+def find_unit_layers(model: nn.Module) -> dict[str, UnitLayer]:
     """Return the affine layers of a model, by name, in order of registration."""
     layers = {}
     for name, module in model.named_modules():
         if hasattr(module, "read_units"):
-            layers[name] = module
+            layers[name] = UnitLayer(module, count_units(module), find_channel(module))
             continue
         entry = find_affine(module)
-        if entry is not None and _count_rows(module, entry):
-            layers[entry.name(name)] = module
+        size = 0 if entry is None else _count_rows(module, entry)
+        if entry is not None and size:
+            layers[entry.name(name)] = UnitLayer(module, size, find_channel(module))
     return layers
 
 
