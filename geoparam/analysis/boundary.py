@@ -200,8 +200,8 @@ def _compute_boundaries(site: Site, moments: Moments | None = None) -> Boundarie
     places = place_boundaries(combine_terms([units], rows))
     direction = places.sign[:, None] * sphere.normalise(rows)
 
-    known = breaks(site.activation)
-    count = 1 if known is None else len(known.points)
+    breakpoints = breaks(site.activation)
+    count = 1 if breakpoints is None else len(breakpoints.points)
     return Boundaries(direction, places.scale, places.distances[:count])
 
 
@@ -215,9 +215,9 @@ def read_units(site: Site, moments: Moments | None = None) -> UnitRows:
             units = _centre(units, groups)
         units.terms.update(read_norm(site.norm, bool(groups), moments))
 
-    known = None if site.activation is None else breaks(site.activation)
-    if known is not None:
-        units.terms.update(low=known.points[0], high=known.points[-1])
+    breakpoints = None if site.activation is None else breaks(site.activation)
+    if breakpoints is not None:
+        units.terms.update(low=breakpoints.points[0], high=breakpoints.points[-1])
     return units
 
 

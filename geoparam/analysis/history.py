@@ -170,8 +170,8 @@ class History(Mapping[str, LayerHistory]):
 
         row = np.zeros(1, self._units.dtype)
         row["step"] = step
-        for name, own in zip(self._unit_columns, units, strict=True):
-            row[name] = own
+        for name, values_of_units in zip(self._unit_columns, units, strict=True):
+            row[name] = values_of_units
         self._units.write(row)
         self._summary.write(rows)  # if it fails, neither counts, and the next row is written over
         self._units.add(row)
@@ -261,9 +261,9 @@ class History(Mapping[str, LayerHistory]):
         for name in ("step", *self.quantities):
             records[name] = rows[name].copy()
         if self._units is not None and layer in self._slices:
-            own = self._slices[layer]
+            units = self._slices[layer]
             for name in self._unit_columns:
-                records[name] = self._units.rows[name][:, own].copy()
+                records[name] = self._units.rows[name][:, units].copy()
         return records
 
     def __iter__(self) -> Iterator[str]:

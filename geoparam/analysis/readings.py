@@ -118,13 +118,14 @@ class Readings:
 
     def _see_activation(self, site: Site, step: int, z: Tensor) -> None:
         """Read an activation's input, which has its units in dimension `site.channel`."""
-        known = breaks(site.activation)
-        if known is None:  # a max pool, or smooth
+        breakpoints = breaks(site.activation)
+        if breakpoints is None:  # a max pool, or smooth
             self._collector.add(site, step, z, None)
             return
-        above = known.above(z, site.channel)
+        above = breakpoints.above(z, site.channel)
         if site.layer is not None and z.numel():
-            self._shares[site.name].append(known.measure_shares(z, site.channel))
+            shares = breakpoints.measure_shares(z, site.channel)
+            self._shares[site.name].append(shares)
         self._collector.add(site, step, z, above)
 
     def _see_norm(self, site: Site, z: Tensor) -> None:

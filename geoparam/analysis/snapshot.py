@@ -65,17 +65,17 @@ class Layout:
         layers = torch.arange(len(sizes))
         self.layer_of = layers.repeat_interleave(torch.tensor(self.counts)).to(device)
 
-        self.chosen: dict[str, Tensor] = {}  # the followed units of layers that are sampled
+        self.sample: dict[str, Tensor] = {}  # the followed units of layers that are sampled
         for name, size, count in zip(self.sites, sizes, self.counts, strict=True):
             if count < size:
                 spaced = torch.linspace(0, size - 1, count, device=device)
-                self.chosen[name] = spaced.round().long()
+                self.sample[name] = spaced.round().long()
 
     def pick(self, name: str, values: Tensor) -> Tensor:
         """Return the elements of the units of a layer that are followed, from those of all."""
-        if name not in self.chosen:
+        if name not in self.sample:
             return values
-        return full_tensor(values)[self.chosen[name].to(values.device)]
+        return full_tensor(values)[self.sample[name].to(values.device)]
 
 
 def _find_type(sites: Iterable[Site]) -> Tensor:
@@ -193,7 +193,7 @@ class Camera:
                 f"{name} had other sizes when the tracker was built: rows were pruned or added. "
                 "Build the tracker anew."
             )
-        if name not in self.layout.chosen:
+        if name not in self.layout.sample:
             return units
         terms = dict(units.terms)
         for key, value in terms.items():

@@ -143,18 +143,17 @@ class BoundaryTracker:
         device = next((p.device for p in self.model.parameters()), None)
         place = partial(Tensor.to, device=device, copy=True)
         self._probe = tree_map_only(Tensor, place, probe)
-        known = self._probe
+        batch = self._probe
         if example_inputs is not None:
-            known = tree_map_only(Tensor, place, example_inputs)
-        self._is_first = (
-            not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        )
+            batch = tree_map_only(Tensor, place, example_inputs)
+        has_group = dist.is_available() and dist.is_initialized()
+        self._is_first = not has_group or dist.get_rank() == 0
         is_sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
         self._takes_part = self._is_first or is_sharded
-        if known is None and is_sharded:
+        if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
-        if known is not None and self._takes_part:
-            self._begin(known)
+        if batch is not None and self._takes_part:
+            self._begin(batch)
         elif self._takes_part:
             find_sites(self.model, layers=layers)  # refuses wrong names now
             hook = _FirstBatch(self._see_first_batch)

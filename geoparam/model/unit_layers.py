@@ -327,18 +327,18 @@ def _divide(
     experts, rows = layout.view(whole).shape[:2]
     if "e" not in layout.axes:  # the groups of a transposed convolution are one layer
         experts, rows = 1, experts * rows
+
     counts = given if isinstance(given, tuple | list) else (given,)
     if not all(isinstance(count, int) for count in counts):
         raise ValueError(f"split: {layer!r} needs a number of parts, or rows; got {given!r}.")
-    if isinstance(given, int):
-        if given < 1 or rows % given:
-            raise ValueError(f"split: {layer!r} has {rows} rows, which {given} does not divide.")
-        sizes = (rows // given,) * given
-    else:
+    if not isinstance(given, int):
         sizes = tuple(given)
         if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(f"split: {layer!r} has {rows} rows; the parts {sizes} must add up.")
-    return sizes * experts
+        return sizes * experts
+    if given < 1 or rows % given:
+        raise ValueError(f"split: {layer!r} has {rows} rows, which {given} does not divide.")
+    return (rows // given,) * (given * experts)
 
 
 def _check_axes(name: str, axes: str, parameter: Tensor | None) -> None:
@@ -372,11 +372,14 @@ class _Named:
         return None
 
     def refuse_unused(self) -> None:
-        if unused := [end for end in self.values if end not in self.used]:
-            last = unused[0].rpartition(".")[2]
-            near = difflib.get_close_matches(unused[0], self.names, n=3, cutoff=0)
-            near = [name for name in self.names if last in name][:3] or near
-            raise ValueError(
-                f"{self.option}: no layer's name ends in {unused[0]!r}, which must be one or more "
-                f"whole parts between dots. Names here are, for example, {', '.join(near)}."
-            )
+        unused = next((end for end in self.values if end not in self.used), None)
+        if unused is None:
+            return
+        last = unused.rpartition(".")[2]
+        near = [name for name in self.names if last in name][:3]
+        if not near:
+            near = difflib.get_close_matches(unused, self.names, n=3, cutoff=0)
+        raise ValueError(
+            f"{self.option}: no layer's name ends in {unused!r}, which must be one or more whole "
+            f"parts between dots. Names here are, for example, {', '.join(near)}."
+        )
