@@ -65,9 +65,21 @@ def main(arguments: list[str] | None = None) -> None:
     figure, axes = plots.new_figure(2, 2, size=(11, 6))
     for column, (name, history) in zip(axes.T, histories.items(), strict=True):
         layers = list(history)
-        limits = (highest / 1e3, highest)
-        plots.rotation_heatmap(turns[name], layers=layers, limits=limits, ax=column[0])
-        plots.dead_units(dead[name], layers=layers, limits=(0, most_dead), ax=column[1])
+        plots.layer_heatmap(
+            turns[name],
+            layers=layers,
+            label="rotation (degrees)",
+            limits=(highest / 1e3, highest),
+            log=True,
+            ax=column[0],
+        )
+        plots.layer_heatmap(
+            dead[name],
+            layers=layers,
+            label="share of dead units",
+            limits=(0, most_dead),
+            ax=column[1],
+        )
         column[0].set_title(f"{name}: largest turn of a unit in each step", loc="left")
         column[1].set_title(f"{name}: dead units", loc="left")
     figure.savefig(given.out, dpi=120)

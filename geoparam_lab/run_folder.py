@@ -35,7 +35,8 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from geoparam.storage import open_zip, read_json, read_npz, replacing
+from geoparam.storage import replacing
+from geoparam_lab.data.files import open_zip, read_json, read_npz
 from geoparam_lab.session import describe_session
 
 Record = dict[str, Any]

@@ -1,6 +1,7 @@
 """Heat maps: what is drawn is what was given, on the axis that was given, and nowhere else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ LAYERS = [f"layer{i}.0.conv{j}" for i in range(3) for j in range(2)]
 # Each figure from data with gaps: NaN and infinity where a unit has no boundary.
 GAPS = np.where(np.arange(60).reshape(6, 10) % 7 == 3, np.nan, np.arange(60.0).reshape(6, 10) / 60)
 GAPS[2, 2], GAPS[4] = np.inf, np.nan
+
+
+def draw(values: np.ndarray, layers: Sequence[str], **options: Any) -> Axes:
+    return plots.layer_heatmap(values, layers=layers, label="rotation", **options)
+
+
 FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
-    "layer_heatmap": lambda ax: plots.layer_heatmap(GAPS, layers=LAYERS, label="share", ax=ax),
-    "rotation_heatmap": lambda ax: plots.rotation_heatmap(GAPS, layers=LAYERS, ax=ax),
-    "at rest": lambda ax: plots.rotation_heatmap(np.zeros((6, 1)), layers=LAYERS, ax=ax),
-    "dead_units": lambda ax: plots.dead_units(GAPS, layers=LAYERS, ax=ax),
+    "linear": lambda ax: draw(GAPS, LAYERS, ax=ax),
+    "logarithmic": lambda ax: draw(GAPS, LAYERS, log=True, ax=ax),
+    "at rest": lambda ax: draw(np.zeros((6, 1)), LAYERS, log=True, ax=ax),
+    "limits": lambda ax: draw(GAPS, LAYERS, limits=(0, 0.5), ax=ax),
+    "all unknown": lambda ax: draw(np.full((6, 2), np.nan), LAYERS, ax=ax),
 }
 
 
@@ -46,7 +54,7 @@ def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None
 
 def test_values_of_other_layers_or_steps_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(6, records\).*got \(5, 4\)"):
-        plots.dead_units(np.ones((5, 4)), layers=LAYERS)
+        draw(np.ones((5, 4)), LAYERS)
     with pytest.raises(ValueError, match=r"steps must have shape \(4,\); got \(3,\)"):
         plots.layer_heatmap(np.ones((1, 4)), layers=["fc"], label="", steps=np.arange(3))
 
@@ -72,7 +80,8 @@ def test_columns_are_numbered_by_step() -> None:
 
 def test_rest_has_a_colour_and_the_unknown_is_hatched() -> None:
     values = np.array([[0.0, 1.0], [np.nan, 10.0]])
-    image = plots.rotation_heatmap(values, layers=["conv1", "fc"]).images[0]
+    image = draw(values, ["conv1", "fc"], log=True).images[0]
+    assert (image.norm.vmin, image.norm.vmax) == (1, 10)
     colours = image.cmap(image.norm(image.get_array()))
     np.testing.assert_array_equal(colours[0, 0], image.cmap(0.0))
     assert colours[1, 0, 3] == 0  # see-through
@@ -88,7 +97,7 @@ RESNET = ["conv1"] + [
 def test_names_of_many_layers_do_not_touch(size: tuple[float, float] | None) -> None:
     ax = size and plots.new_figure(1, 1, size=size)[1][0, 0]
     values = np.random.default_rng(0).uniform(size=(len(RESNET), 20))
-    ax = plots.rotation_heatmap(values, layers=RESNET, ax=ax)
+    ax = draw(values, RESNET, log=True, ax=ax)
     render(ax)
     names = ax.get_yticklabels()
     assert size or [text.get_text() for text in names] == RESNET

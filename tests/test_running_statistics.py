@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import geoparam as gp
-from geoparam.analysis.norms import uses_batch
+from geoparam.model.norms import uses_batch
 
 FLAT, IMAGES = (6, 3), (4, 3, 5, 5)
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -25,7 +25,7 @@ A unit with zero rows, gamma = 0 or an inside r = 0 is constant and has no bound
 a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,16 +33,17 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.activations import breaks
-from geoparam.analysis.norms import (
+from geoparam.analysis.readings import Readings
+from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.model.activations import breaks
+from geoparam.model.norms import (
     Moments,
     count_groups,
     find_feature_dim,
+    needs_batch,
     read_norm,
 )
-from geoparam.analysis.probe import read_moments
-from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.model.run import full_tensor, unwrap
+from geoparam.model.run import full_tensor, full_tensors, unwrap
 from geoparam.model.unit_layers import (
     UnitRows,
     count_positions,
@@ -139,8 +140,12 @@ def boundaries(
         (-1.414213562373095, [[1.0, 1.0]])
     """
     batch = uses_batch_statistics(statistics, inputs)
+    model = unwrap(model)
     sites = find_sites(model, inputs, layers)
-    moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
+    norms = [site.norm for site in sites.layers.values() if site.norm is not None]
+    moments: Mapping[str, Moments] = {}
+    if inputs is not None and any(needs_batch(norm, model, batch) for norm in norms):
+        moments = Readings(model, inputs, sites, batch).moments
     computed = {}
     for name, site in sites.layers.items():
         computed[name] = _compute_boundaries(site, moments.get(name))
@@ -183,7 +188,7 @@ def layer_boundaries(
         activation = getattr(layer, "activation", None)
     if activation is None:
         activation = nn.ReLU()
-    return _compute_boundaries(Site("", layer, norm, activation))
+    return _compute_boundaries(Site("", layer, units, norm=norm, activation=activation))
 
 
 @torch.no_grad()
@@ -193,13 +198,13 @@ def _compute_boundaries(site: Site, moments: Moments | None = None) -> Boundarie
     rows = sphere.wide(full_tensor(units.rows))
     units.terms["length"] = sphere.length(rows)
     places = place_boundaries(combine_terms([units], rows))
-    known = breaks(site.activation)
-    count = 1 if known is None else len(known.points)
     direction = places.sign[:, None] * sphere.normalise(rows)
+
+    breakpoints = breaks(site.activation)
+    count = 1 if breakpoints is None else len(breakpoints.points)
     return Boundaries(direction, places.scale, places.distances[:count])
 
 
-@torch.no_grad()
 def read_units(site: Site, moments: Moments | None = None) -> UnitRows:
     """Return the units of a layer, with the terms of its norm and the activation's breakpoints."""
     assert site.layer is not None
@@ -210,9 +215,9 @@ def read_units(site: Site, moments: Moments | None = None) -> UnitRows:
             units = _centre(units, groups)
         units.terms.update(read_norm(site.norm, bool(groups), moments))
 
-    known = breaks(site.activation)
-    if known is not None:
-        units.terms.update(low=known.points[0], high=known.points[-1])
+    breakpoints = None if site.activation is None else breaks(site.activation)
+    if breakpoints is not None:
+        units.terms.update(low=breakpoints.points[0], high=breakpoints.points[-1])
     return units
 
 
@@ -236,25 +241,31 @@ def _centre(units: UnitRows, groups: int) -> UnitRows:
 
 def combine_terms(units: Sequence[UnitRows], like: Tensor) -> dict[str, Tensor]:
     """Return each term of all layers' units in one vector, of the type and device of `like`."""
-    counts = [len(each.rows) for each in units]
-    constants: dict[float, Tensor] = {}  # one tensor for each number: a launch on a GPU
-    columns = {}
+    counts = [len(layer.rows) for layer in units]
+    terms = full_tensors([layer.terms for layer in units])
+    vectors = {}
     for name, default in DEFAULTS.items():
-        if not any(name in each.terms for each in units):
-            columns[name] = like.new_full((), default).expand(sum(counts))
-            continue
-        parts = []
-        for each, count in zip(units, counts, strict=True):
-            value = each.terms.get(name, default)
-            if isinstance(value, Tensor):
-                value = full_tensor(value).to(like)
-            else:
-                if value not in constants:
-                    constants[value] = like.new_full((), value)
-                value = constants[value]
-            parts.append(value.expand(count))
-        columns[name] = torch.cat(parts)
-    return columns
+        if any(name in of_layer for of_layer in terms):
+            values = [of_layer.get(name, default) for of_layer in terms]
+            vectors[name] = _join(values, counts, like)
+        else:
+            vectors[name] = like.new_full((), default).expand(sum(counts))
+    return vectors
+
+
+def _join(values: Sequence[Tensor | float], counts: Sequence[int], like: Tensor) -> Tensor:
+    """Return one vector of several, each as long as its count; a number fills its part."""
+    numbers: dict[float, Tensor] = {}  # each is sent to the device once
+    parts = []
+    for value, count in zip(values, counts, strict=True):
+        if isinstance(value, Tensor):
+            part = value.to(like)
+        elif value in numbers:
+            part = numbers[value]
+        else:
+            part = numbers[value] = like.new_full((), value)
+        parts.append(part.expand(count))
+    return torch.cat(parts)
 
 
 def place_boundaries(terms: dict[str, Tensor]) -> Places:
@@ -262,13 +273,13 @@ def place_boundaries(terms: dict[str, Tensor]) -> Places:
 
     A deviation that is not known does not matter where beta is the breakpoint.
     """
-    gamma, beta = terms["gamma"], terms["beta"]
-    gain = gamma * terms["gain"]
+    gain = terms["gamma"] * terms["gain"]
     slope = gain.abs() * terms["length"]
-    slope = torch.where(slope == 0, torch.nan, slope)
+    slope = torch.where(slope == 0, torch.nan, slope)  # a constant unit
     sign = torch.where(slope.isnan(), torch.nan, gain.sign())
+
     deviation = (terms["variance"] + terms["eps"]).sqrt()
-    shift = gamma * (terms["gain"] * terms["offset"] - terms["mean"])
-    height = beta - torch.stack([terms["low"], terms["high"]])
+    shift = terms["gamma"] * (terms["gain"] * terms["offset"] - terms["mean"])
+    height = terms["beta"] - torch.stack([terms["low"], terms["high"]])
     distances = (shift + torch.where(height == 0, 0, height * deviation)) / slope
     return Places(sign, terms["outer"].abs() * slope / deviation, distances)

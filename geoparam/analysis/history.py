@@ -13,7 +13,7 @@ is written over by the next record.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -117,8 +117,7 @@ class History(Mapping[str, LayerHistory]):
     """The records of a tracker: `history[layer][quantity]` has one value for each record.
 
     Every layer has the columns of the summary and, where `counts` says how many units of it are
-    kept, those of its units, (records, units). `network` has those of all layers together, and NaN
-    for lengths of inputs and products of cosines.
+    kept, those of its units, (records, units). `network` has those of all layers together.
     """
 
     def __init__(
@@ -171,8 +170,8 @@ class History(Mapping[str, LayerHistory]):
 
         row = np.zeros(1, self._units.dtype)
         row["step"] = step
-        for name, own in zip(self._unit_columns, units, strict=True):
-            row[name] = own
+        for name, values_of_units in zip(self._unit_columns, units, strict=True):
+            row[name] = values_of_units
         self._units.write(row)
         self._summary.write(rows)  # if it fails, neither counts, and the next row is written over
         self._units.add(row)
@@ -231,13 +230,15 @@ class History(Mapping[str, LayerHistory]):
         from geoparam import plots
 
         values = self.table(quantity)
+        options: dict[str, Any] = {"label": quantity, "log": quantity.startswith("rotation_")}
         if quantity == "dead" and "units" in self.quantities:
             values = values / self.table("units")
-            return plots.dead_units(values, layers=self.layers, steps=self.steps, ax=axes)
-        if quantity.startswith("rotation_"):
-            return plots.rotation_heatmap(values, layers=self.layers, steps=self.steps, ax=axes)
+            most = max(
+                0.01, np.nanmax(values, initial=0)
+            )  # 1 unit of 1,000 must not look like all
+            options = {"label": "share of dead units", "limits": (0, most)}
         return plots.layer_heatmap(
-            values, layers=self.layers, label=quantity, steps=self.steps, ax=axes
+            values, layers=self.layers, steps=self.steps, ax=axes, **options
         )
 
     def table(self, quantity: str) -> np.ndarray:
@@ -260,9 +261,9 @@ class History(Mapping[str, LayerHistory]):
         for name in ("step", *self.quantities):
             records[name] = rows[name].copy()
         if self._units is not None and layer in self._slices:
-            own = self._slices[layer]
+            units = self._slices[layer]
             for name in self._unit_columns:
-                records[name] = self._units.rows[name][:, own].copy()
+                records[name] = self._units.rows[name][:, units].copy()
         return records
 
     def __iter__(self) -> Iterator[str]:

@@ -16,21 +16,16 @@ w_i of 32 bits, with random keys k_i. Two different patterns get the same one wi
 Smooth activations have no bits.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from geoparam.analysis.activations import breaks
 from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.model.run import tensors_in, unwrap
-from geoparam.storage import list_few
+from geoparam.analysis.sites import Site
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
 # at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
@@ -154,6 +149,8 @@ class Patterns(Mapping[str, Pattern]):
         """Return how regions changed since patterns of the same layers on the same points.
 
         Example:
+            >>> from geoparam.analysis import patterns
+            >>> from torch import nn
             >>> x, model = torch.tensor([[1.], [2.]]), nn.Sequential(nn.Linear(1, 4), nn.ReLU())
             >>> _ = nn.init.ones_(model[0].weight), nn.init.zeros_(model[0].bias)
             >>> before = patterns(model, x)
@@ -237,62 +234,3 @@ class Collector:
             return None
         layers = {name: sorted(steps) for name, steps in self._layers.items()}
         return Patterns(dict(sorted(self._parts.items())), layers)
-
-
-def count_examples(inputs: Inputs) -> int | None:
-    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
-
-    A list as the first argument, as detectors take it, has an example in each entry.
-    """
-    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
-    if isinstance(first, list):
-        return len(first)
-    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
-    if not sizes:
-        return None
-    return next((size for size in sizes if size != 1), 1)
-
-
-def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
-    """Return each layer's activation pattern on a batch, in evaluation mode.
-
-    Args:
-        model: Any batch-first model; layers whose activation is smooth are left out.
-        inputs: A batch as the model takes it, examples in the first dimension of its tensors.
-        layers: Names, or a function of module and name; all by default.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
-        >>> _ = nn.init.ones_(model[0].weight)
-        >>> regions = patterns(model, torch.tensor([[1., 1.], [-1., 0.], [2., 0.]]))
-        >>> regions["0"].packed.tolist(), regions.distinct().item()
-        ([[128], [0], [128]], 2)
-    """
-    sites = find_sites(model, inputs, layers)
-    collector = Collector(count_examples(inputs))
-
-    def see(site: Site, step: int, z: Tensor) -> None:
-        known = breaks(site.activation)
-        above = None if known is None else known.above(z, site.channel)
-        collector.add(site, step, z, above)
-
-    observe(unwrap(model), inputs, sites, see)
-    collected = collector.patterns()
-    left_out = ""
-    if collector.left_out:
-        left_out = (
-            f"no bits of {list_few(sorted(collector.left_out))}: the first dimension of every "
-            f"activation must be the examples, and there it is not {collector.examples}. Models "
-            "that put time first, or join or divide the batch, have no patterns there."
-        )
-    if collected is None:
-        raise ValueError(
-            left_out
-            or "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
-            "Hardtanh, SReLU) or a max pool after a layer that is analysed, with values for each "
-            "example; none ran. Smooth activations have no regions: follow their units' "
-            "directions instead."
-        )
-    if left_out:
-        warnings.warn(left_out, stacklevel=2)
-    return collected

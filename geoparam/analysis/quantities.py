@@ -22,15 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam.analysis.norms import count_groups
-from geoparam.analysis.readings import median
+from geoparam.analysis.history import NETWORK
 from geoparam.analysis.snapshot import Interval
-from geoparam.model.run import full_tensor
-from geoparam.model.unit_layers import count_positions, read_rows
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}  # quantiles; and "rms"
-NEGLIGIBLE = 1e-4  # a metric below this: a step of the angle turns the unit by under 1 % of it
-SAMPLED = 64  # units of a layer whose angles are counted: a scan of all took 0.7 ms on an H200
 
 
 class UnitQuantity(ABC):
@@ -61,8 +56,11 @@ class LayerQuantity(ABC):
     needs_probe: ClassVar[bool] = False
 
     @abstractmethod
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
-        """Return for each column a value for each layer, the network's last, (layers + 1,)."""
+    def measure(self, interval: Interval) -> Sequence[Mapping[str, Tensor]]:
+        """Return for each column its values by layer; NETWORK's is that of all layers.
+
+        A value that is left out is NaN.
+        """
 
 
 Quantity = UnitQuantity | LayerQuantity
@@ -131,8 +129,10 @@ class Active(UnitQuantity):
         values = []
         for name, count in zip(layout.sites, layout.counts, strict=True):
             unknown = layout.like.new_full((count,), torch.nan, dtype=torch.float64)
-            shares = layout.pick(name, active[name]) if name in active else unknown
-            values.append(shares.to(unknown.device))
+            if name in active:
+                values.append(layout.pick(name, active[name]).to(unknown))
+            else:
+                values.append(unknown)
         return torch.cat(values)
 
 
@@ -141,51 +141,11 @@ class Count(LayerQuantity):
 
     columns = ("units", "undefined")
 
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
-        is_undefined = interval.now.sign.isnan().double()
-        return interval.layout.sizes, sum_by_layer(interval, is_undefined)
-
-
-class AngleMetric(LayerQuantity):
-    """Of GmP's angles: the smallest product of cosines, and the share with negligible metric.
-
-    Angle k has the metric P_k^2 with P_k = prod_{j<k} cos a_j = ||u_{k..n}||; P falls with k.
-    """
-
-    columns = ("smallest_product", "negligible_metric")
-
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
-        smallest: dict[str, Tensor] = {}
-        negligible: dict[str, Tensor] = {}
-        for name, site in interval.layout.sites.items():
-            if site.layer is None or not getattr(site.layer, "has_angles", False):
-                continue
-            u = interval.now.directions[name]
-            if count_groups(site.norm, count_positions(site.layer)):  # u is centred
-                u = interval.layout.pick(name, read_rows(site.layer).rows)
-            u = full_tensor(u)
-            smallest[name] = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
-
-            # P_k^2 = 1 - (u_1^2 + ... + u_{k-1}^2); P_1 = 1 is never small.
-            every = -(-len(u) // SAMPLED)
-            squares = u[::every].square()
-            is_small = squares[:, :-2].cumsum(dim=1) > 1 - NEGLIGIBLE
-            share = is_small.sum() / squares[:, 1:].numel()
-            negligible[name] = share.to(u.dtype)
-        return make_column(interval, smallest), make_column(interval, negligible)
-
-
-class InputLength(LayerQuantity):
-    """Median length of a layer's inputs, and the median distance of its boundaries over it."""
-
-    columns = ("input_length_median", "relative_distance_median")
-    needs_probe = True
-
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
-        lengths = make_column(interval, interval.readings.lengths)
-        distances = interval.now.distances[:1].abs()
-        medians = _compute_levels(interval, distances, [0.5])[0, :, 0]
-        return lengths, medians / lengths
+    def measure(self, interval: Interval) -> Sequence[Mapping[str, Tensor]]:
+        undefined = sum_by_layer(interval, interval.now.sign.isnan().double())
+        names = (*interval.layout.sites, NETWORK)
+        sizes = dict(zip(names, interval.layout.sizes, strict=True))
+        return sizes, dict(zip(names, undefined, strict=True))
 
 
 class Activity(LayerQuantity):
@@ -197,29 +157,38 @@ class Activity(LayerQuantity):
     columns = ("dead", "always_on", "separated_median")
     needs_probe = True
 
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
+    def measure(self, interval: Interval) -> Sequence[Mapping[str, Tensor]]:
         device = interval.layout.like.device
         medians: dict[str, Tensor] = {}
         smaller = []  # shares of all layers
         for name, above in interval.readings.above.items():
             shares = torch.minimum(above, 1 - above).flatten().to(device)
-            medians[name] = median(shares)
+            medians[name] = _median(shares)
             smaller.append(shares)
-        network = median(torch.cat(smaller)) if smaller else None
-        dead = self._count_units(interval, 0)
-        always_on = self._count_units(interval, 1)
-        return dead, always_on, make_column(interval, medians, network)
+        if smaller:
+            medians[NETWORK] = _median(torch.cat(smaller))
+        return self._count_units(interval, 0), self._count_units(interval, 1), medians
 
-    def _count_units(self, interval: Interval, share: float) -> Tensor:
+    def _count_units(self, interval: Interval, share: float) -> dict[str, Tensor]:
         """Return how many units are active at this share of points."""
+        layout = interval.layout
         counts: dict[str, Tensor] = {}
-        once: dict[Any, Tensor] = {}  # by activation
+        by_activation: dict[Any, Tensor] = {}
         for name, active in interval.readings.active.items():
-            counts[name] = (active == share).sum().to(interval.layout.like.device)
-            steps = tuple(call.activation for call in interval.layout.sites[name].calls)
-            once[steps if any(steps) else name] = counts[name]
-        network = torch.stack([*once.values()]).sum() if once else None
-        return make_column(interval, counts, network)
+            counts[name] = (active == share).sum().to(layout.like.device)
+            steps = tuple(call.activation for call in layout.sites[name].calls)
+            has_steps = any(steps)  # else the layer applies its activation itself
+            by_activation[steps if has_steps else name] = counts[name]
+        if counts:
+            counts[NETWORK] = torch.stack([*by_activation.values()]).sum()
+        return counts
+
+
+def _median(values: Tensor) -> Tensor:
+    """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
+    ordered = values.sort().values
+    count = len(ordered)
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
 class Regions(LayerQuantity):
@@ -228,18 +197,20 @@ class Regions(LayerQuantity):
     columns = ("pattern_change", "points_changed", "regions")
     needs_probe = True
 
-    def measure(self, interval: Interval) -> Sequence[Tensor]:
+    def measure(self, interval: Interval) -> Sequence[Mapping[str, Tensor]]:
         patterns = interval.now.patterns
-        unknown = make_column(interval, {})
         if patterns is None:
-            return unknown, unknown, unknown
+            return {}, {}, {}
+
         is_comparable = interval.changes is not None
         layers, network = interval.changes or patterns.changes(patterns)
-        columns = []
-        for kind in range(len(self.columns)):
-            by_layer = {name: change[kind] for name, change in layers.items()}
-            columns.append(make_column(interval, by_layer, network[kind]))
-        return columns if is_comparable else (unknown, unknown, columns[-1])
+        by_name = {**layers, NETWORK: network}
+        regions = {name: change.regions for name, change in by_name.items()}
+        if not is_comparable:
+            return {}, {}, regions
+        share = {name: change.share for name, change in by_name.items()}
+        points = {name: change.points for name, change in by_name.items()}
+        return share, points, regions
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -249,8 +220,6 @@ QUANTITIES: tuple[Quantity, ...] = (
     Distance(),
     Active(),
     Count(),
-    AngleMetric(),
-    InputLength(),
     Activity(),
     Regions(),
 )
@@ -302,45 +271,43 @@ def _find_quantity(name: str) -> Quantity:
 @torch.no_grad()
 def measure(quantities: Sequence[Quantity], interval: Interval) -> tuple[Tensor, Tensor]:
     """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total)."""
-    unknown = make_column(interval, {})
     columns: dict[str, Tensor] = {}
-    summarised: list[UnitQuantity] = []
-    by_unit: list[Tensor] = []
+    by_unit: dict[UnitQuantity, Tensor] = {}
     for quantity in quantities:
         is_known = interval.readings is not None or not quantity.needs_probe
-        if isinstance(quantity, LayerQuantity):
-            if is_known:
-                columns |= zip(quantity.columns, quantity.measure(interval), strict=True)
-        else:
-            values = quantity.measure(interval) if is_known else interval.now.sign * torch.nan
-            summarised.append(quantity)
-            by_unit.append(values)
-    columns |= _summarise(summarised, by_unit, interval)
+        if isinstance(quantity, UnitQuantity):
+            unknown = interval.now.sign * torch.nan
+            by_unit[quantity] = quantity.measure(interval) if is_known else unknown
+        elif is_known:
+            for column, by_layer in zip(quantity.columns, quantity.measure(interval), strict=True):
+                columns[column] = _make_column(interval, by_layer)
+    columns |= _summarise(by_unit, interval)
 
+    unknown = _make_column(interval, {})
     names = [column for quantity in quantities for column in quantity.columns]
     summary = torch.stack([columns.get(name, unknown) for name in names], dim=1)
-    units = [values.double() for values in by_unit]
+    units = [values.double() for values in by_unit.values()]
     return summary, torch.stack(units) if units else unknown
 
 
-def _summarise(
-    quantities: Sequence[UnitQuantity], by_unit: Sequence[Tensor], interval: Interval
-) -> dict[str, Tensor]:
+def _summarise(by_unit: Mapping[UnitQuantity, Tensor], interval: Interval) -> dict[str, Tensor]:
     """Return the columns of quantities of units, (layers + 1,) each."""
-    pairs = zip(quantities, by_unit, strict=True)
-    sizes = {quantity: quantity.size(values) for quantity, values in pairs if quantity.levels}
+    layout = interval.layout
+    sizes = {quantity: quantity.size(v) for quantity, v in by_unit.items() if quantity.levels}
     if not sizes:
         return {}
+
     values = torch.stack([*sizes.values()])
-    levels = _compute_levels(interval, values, [*LEVELS.values()])
+    levels = [*LEVELS.values()]
+    quantiles = compute_quantiles(values, layout.layer_of, len(layout.counts), levels).double()
     columns: dict[str, Tensor] = {}
-    for quantity, quantiles in zip(sizes, levels, strict=True):
-        columns |= zip([f"{quantity.name}_{level}" for level in LEVELS], quantiles.T, strict=True)
+    for (quantity, size), by_level in zip(sizes.items(), quantiles, strict=True):
+        for level, column in zip(LEVELS, by_level.T, strict=True):
+            columns[f"{quantity.name}_{level}"] = column
         if "rms" in quantity.levels:
-            known = (~sizes[quantity].isnan()).double()
-            squares = sizes[quantity].double().nan_to_num(nan=0.0).square()
-            mean = sum_by_layer(interval, squares) / sum_by_layer(interval, known)
-            columns[f"{quantity.name}_rms"] = mean.sqrt()
+            known = sum_by_layer(interval, (~size.isnan()).double())
+            squares = sum_by_layer(interval, size.double().nan_to_num(nan=0.0).square())
+            columns[f"{quantity.name}_rms"] = (squares / known).sqrt()
     return columns
 
 
@@ -351,28 +318,19 @@ def sum_by_layer(interval: Interval, values: Tensor) -> Tensor:
     return torch.cat([sums, sums.sum(dim=0, keepdim=True)])
 
 
-def make_column(
-    interval: Interval, by_layer: Mapping[str, Tensor], network: Tensor | None = None
-) -> Tensor:
-    """Return one value for each layer, NaN where there is none, and the network's."""
+def _make_column(interval: Interval, by_layer: Mapping[str, Tensor]) -> Tensor:
+    """Return a value for each layer, and the network's last; NaN where there is none."""
     unknown = interval.layout.like.new_full((), torch.nan, dtype=torch.float64)
-    values = [by_layer.get(name, unknown) for name in interval.layout.sites]
-    values.append(unknown if network is None else network)
+    values = [by_layer.get(name, unknown) for name in (*interval.layout.sites, NETWORK)]
     return torch.stack([value.to(unknown) for value in values])
 
 
-def _compute_levels(interval: Interval, values: Tensor, levels: Sequence[float]) -> Tensor:
-    """Return quantiles (Q, layers + 1, levels) of values (Q, total), the network's last."""
-    layout = interval.layout
-    return compute_quantiles(values, layout.layer_of, len(layout.counts), levels).double()
-
-
 def compute_quantiles(
-    values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
+    values: Tensor, layer_of: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
-    """Return quantiles (Q, count + 1, levels) of values (Q, N) in each segment, and of all.
+    """Return quantiles (Q, count + 1, levels) of values (Q, N) in each layer, and of all.
 
-    `segment` (N,) has the number of each column's segment. Quantiles interpolate linearly, as
+    `layer_of` (N,) has the number of each column's layer. Quantiles interpolate linearly, as
     numpy's do. NaN counts as missing; all missing give NaN.
 
     Example:
@@ -382,22 +340,28 @@ def compute_quantiles(
                  [7., 7.],
                  [4., 7.]]])
     """
-    overall, order = values.sort(dim=1)  # NaN sorts last
-    by_segment = order.gather(1, segment[order].argsort(dim=1, stable=True))
-    ordered = torch.cat([values.gather(1, by_segment), overall], dim=1)
+    # Layer after layer, each in rising order, and then the network; NaN comes last in each.
+    network, order = values.sort(dim=1)
+    order = order.gather(1, layer_of[order].argsort(dim=1, stable=True))
+    ordered = torch.cat([values.gather(1, order), network], dim=1)
 
-    # Where each segment begins in `ordered`, and all values after them; how many are known.
-    zeros = torch.zeros(len(values), count, dtype=torch.int64, device=values.device)
-    sizes = zeros[0].index_add(0, segment, torch.ones_like(segment))
-    start = F.pad(sizes.cumsum(0), (1, 0))[:, None]
-    known = zeros.index_add(1, segment, (~values.isnan()).long())
+    is_known = (~values.isnan()).long()
+    zeros = is_known.new_zeros(len(values), count)
+    sizes = zeros[0].index_add(0, layer_of, torch.ones_like(layer_of))
+    first = F.pad(sizes.cumsum(0), (1, 0))  # of each layer, and of the network
+    known = zeros.index_add(1, layer_of, is_known)
     known = torch.cat([known, known.sum(dim=1, keepdim=True)], dim=1)
 
-    level = torch.stack([values.new_full((), each) for each in levels])
-    place = level * (known - 1).clamp(min=0)[:, :, None]
-    below = (start + place.floor().long()).flatten(1)
-    above = (start + place.ceil().long()).flatten(1)
-    low = ordered.gather(1, below).view_as(place)
-    high = ordered.gather(1, above).view_as(place)
-    between = torch.lerp(low, high, place - place.floor())
+    # A quantile is between two ranks: level 0 is that of the first value, 1 of the last known.
+    shares = torch.stack([values.new_full((), level) for level in levels])
+    rank = shares * (known - 1).clamp(min=0)[:, :, None]
+    below, above = rank.floor(), rank.ceil()
+    low = _take(ordered, first[:, None] + below.long())
+    high = _take(ordered, first[:, None] + above.long())
+    between = torch.lerp(low, high, rank - below)
     return torch.where(low == high, low, between)  # infinity less infinity is NaN
+
+
+def _take(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the elements of rows (Q, N) at places (Q, ...)."""
+    return rows.gather(1, places.flatten(1)).view(places.shape)

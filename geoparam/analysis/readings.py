@@ -1,19 +1,32 @@
-"""What one run of a probe shows of a model's layers: activity, lengths of inputs, regions."""
+"""What one run of a model on a probe shows: activity of units, moments of norms, regions.
 
+The run is in evaluation mode and leaves the model as it was. A pre-activation is seen before its
+activation may overwrite it; after a residual sum, it is the sum.
+"""
+
+import warnings
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.activations import breaks
-from geoparam.analysis.norms import average_moments, compute_moments
-from geoparam.analysis.patterns import Collector
-from geoparam.analysis.probe import list_normed, observe
-from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.model.unit_layers import count_positions
-from geoparam.norm import TrackedMean
+from geoparam.analysis.patterns import Collector, Patterns
+from geoparam.analysis.sites import Inputs, Layers, Site, Sites, find_sites
+from geoparam.model.activations import breaks
+from geoparam.model.graph import Step
+from geoparam.model.norms import (
+    Moments,
+    average_moments,
+    compute_moments,
+    needs_batch,
+    uses_batch,
+)
+from geoparam.model.run import tensors_in, unwrap
+from geoparam.model.trace import trace
+from geoparam.storage import list_few
 
 
 class Readings:
@@ -22,114 +35,155 @@ class Readings:
     If a branch or a router took other steps than those in which the sites were found, it is not
     known which layer showed what: `took_same_steps` is False, and there are no readings.
 
+    Args:
+        model: The model of the sites.
+        probe: A batch as the model takes it.
+        sites: Where the units are.
+        batch: Whether norms use the batch's statistics, if they do so in training.
+
     Attributes:
         active: The share of points at which each unit is active, (units,). A point is an example,
             or a position in one.
         above: The share of points above each breakpoint, (K, units).
-        lengths: The median length of a layer's inputs, one element.
         moments: Mean and deviation of norms that are not read by running statistics.
         patterns: The activation patterns; None where all activations are smooth.
+        left_out: Layers without a pattern: their first dimension is not that of the examples.
+        examples: How many examples the probe has.
     """
 
-    def __init__(
-        self, model: nn.Module, probe: Inputs, sites: Sites, examples: int | None, batch: bool
-    ) -> None:
-        self._calls = defaultdict[tuple[str, str], list[Tensor]](list)  # by reading and layer
-        self._moments = list_normed(model, sites, batch)
-        self._collector = Collector(examples)
-        see = (self._see_activation, self._see_layer, self._see_norm)
-        self.took_same_steps = observe(model, probe, sites, *see, training=batch)
-        self.patterns = self._collector.patterns()
-        if not self.took_same_steps:
-            self.patterns = None
-            self._calls.clear()
+    def __init__(self, model: nn.Module, probe: Inputs, sites: Sites, batch: bool = False) -> None:
+        self._shares = defaultdict[str, list[Tensor]](list)  # active, then above; of each call
+        self._moments: dict[str, list[Moments]] = {}
+        for name, site in sites.layers.items():
+            if site.norm is not None and needs_batch(site.norm, model, batch):
+                self._moments[name] = []
+        self._collector = Collector(_count_examples(probe))
+
+        self.took_same_steps = self._run(model, probe, sites, batch)
+        self.patterns: Patterns | None = None
+        self.left_out, self.examples = self._collector.left_out, self._collector.examples
+        if self.took_same_steps:
+            self.patterns = self._collector.patterns()
+        else:
+            self._shares.clear()
             self._moments = {name: [] for name in self._moments}
-        self.active = self._average("active")
-        self.above = self._average("above")
-        self.lengths = self._average("lengths")
+
+        shares = {name: torch.stack(calls).mean(dim=0) for name, calls in self._shares.items()}
+        self.active = {name: share[0] for name, share in shares.items()}
+        self.above = {name: share[1:] for name, share in shares.items()}
         self.moments = {name: average_moments(calls) for name, calls in self._moments.items()}
 
+    def _run(self, model: nn.Module, probe: Inputs, sites: Sites, batch: bool) -> bool:
+        """Run the model; return whether it took the steps in which the sites were found."""
+        batch_norms = [norm for norm in model.modules() if batch and uses_batch(norm, model)]
+
+        def prepare(*_: object) -> None:  # in the run, which restores both
+            for norm in batch_norms:
+                norm.training = True
+            for site in sites.layers.values():
+                if site.has_own_activation and site.calls:
+                    self._replace_activation(site)
+
+        with ExitStack() as stack:
+            stack.enter_context(model.register_forward_pre_hook(prepare))
+            # Autocast casts the weights again: its cached ones may be older than the last step.
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            graph = trace(model, probe, watch=self._watch(sites))
+        return graph.steps(sites.steps) == list(sites.steps.values())
+
+    def _watch(self, sites: Sites) -> dict[Step, list[Callable[[Tensor], None]]]:
+        """Return by step what is to be called with its input."""
+        watch = defaultdict[Step, list[Callable[[Tensor], None]]](list)
+        for site in sites:
+            for call in site.calls:
+                if call.norm is not None and site.name in self._moments:
+                    see_norm = partial(self._see_norm, site)
+                    watch[sites.steps[call.norm]].append(see_norm)
+                if call.activation is not None and site.is_readable:
+                    see_activation = partial(self._see_activation, site, call.activation)
+                    watch[sites.steps[call.activation]].append(see_activation)
+        return watch
+
+    def _replace_activation(self, site: Site) -> None:
+        """Let the activation that a layer applies itself show its input, in the layer's step."""
+        activation = site.activation
+        steps = iter([call.layer for call in site.calls])
+
+        def show_and_activate(z: Tensor) -> Tensor:
+            self._see_activation(site, next(steps, -1), z.clone())  # it may overwrite z
+            return activation(z)
+
+        vars(site.layer)["activation"] = show_and_activate  # hides a module of that name
+
     def _see_activation(self, site: Site, step: int, z: Tensor) -> None:
-        known = breaks(site.activation)
-        if known is None:  # a max pool, or smooth
+        """Read an activation's input, which has its units in dimension `site.channel`."""
+        breakpoints = breaks(site.activation)
+        if breakpoints is None:  # a max pool, or smooth
             self._collector.add(site, step, z, None)
             return
-        above = known.above(z, site.channel)
-        active = known.active(z, site.channel)
+        above = breakpoints.above(z, site.channel)
+        if site.layer is not None and z.numel():
+            shares = breakpoints.measure_shares(z, site.channel)
+            self._shares[site.name].append(shares)
         self._collector.add(site, step, z, above)
-        if site.layer is None or not z.numel():
-            return
-        shares = torch.stack([_share(side, site.channel) for side in (active, *above)])
-        has_diverged = _share(z.isnan(), site.channel) > 0
-        shares[:, has_diverged] = torch.nan
-        self._calls["active", site.name].append(shares[0])
-        self._calls["above", site.name].append(shares[1:])
 
-    def _see_layer(self, site: Site, _: int, x: Tensor) -> None:
-        if site.layer is not None and x.is_floating_point() and x.numel():
-            lengths = compute_input_lengths(site.layer, x).double()
-            self._calls["lengths", site.name].append(median(lengths.flatten()))
-
-    def _see_norm(self, site: Site, _: int, z: Tensor) -> None:
-        if site.name in self._moments:
-            self._moments[site.name].append(compute_moments(site.norm, z))
-
-    def _average(self, reading: str) -> dict[str, Tensor]:
-        """Return a reading of each layer, averaged over its calls."""
-        averages = {}
-        for (kind, name), calls in self._calls.items():
-            if kind == reading:
-                averages[name] = torch.stack(calls).mean(dim=0)
-        return averages
+    def _see_norm(self, site: Site, z: Tensor) -> None:
+        self._moments[site.name].append(compute_moments(site.norm, z))
 
 
-def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the length of a layer's input at each point; of each patch, for a convolution.
+def _count_examples(inputs: Inputs) -> int | None:
+    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
 
-    If the layer subtracts the mean of its input, it is the length of the difference, with the
-    mean of evaluation. With groups there is one length for each, where the channels were.
+    A list as the first argument, as detectors take it, has an example in each entry.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow float16
-    mean = _find_input_mean(layer)
-    rank = count_positions(layer)
-    if not rank:
-        return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
-
-    conv: Any = layer
-    pads_centred_input = getattr(conv, "input_norm_form", True) == "border"
-    if mean is not None and pads_centred_input:
-        x = x - mean
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    x = F.pad(x, list(conv._reversed_padding_repeated_twice), mode=mode)
-    if mean is not None and not pads_centred_input:
-        x = x - mean
-
-    # The sum of squares in each patch is a convolution with ones.
-    channel = -1 - rank
-    squares = x.square().unflatten(channel, (conv.groups, -1)).sum(dim=channel)
-    ones = torch.ones(conv.groups, 1, *conv.kernel_size, dtype=x.dtype, device=x.device)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-    sums = convolve(squares, ones, None, conv.stride, 0, conv.dilation, conv.groups)
-    return sums.clamp(min=0).sqrt()
-
-
-def _find_input_mean(layer: nn.Module) -> Tensor | None:
-    """Return the mean that the layer subtracts from its input; no running mean is updated."""
-    norm = getattr(layer, "input_norm", layer)  # or the layer itself has one
-    if not isinstance(norm, TrackedMean):
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+    if isinstance(first, list):
+        return len(first)
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
+    if not sizes:
         return None
-    return norm.running_mean.view(-1, *[1] * count_positions(layer))
+    return next((size for size in sizes if size != 1), 1)
 
 
-def _share(sides: Tensor, channel: int) -> Tensor:
-    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
-    channel %= sides.ndim  # a run that takes other steps may show another rank
-    by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
-    return by_unit.sum(dim=1).double() / by_unit.shape[1]
+def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
+    """Return each layer's activation pattern on a batch, in evaluation mode.
 
+    Args:
+        model: Any batch-first model; layers whose activation is smooth are left out.
+        inputs: A batch as the model takes it, examples in the first dimension of its tensors.
+        layers: Names, or a function of module and name; all by default.
 
-def median(values: Tensor) -> Tensor:
-    """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
-    ordered = values.sort().values
-    count = len(ordered)
-    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+        >>> _ = nn.init.ones_(model[0].weight)
+        >>> regions = patterns(model, torch.tensor([[1., 1.], [-1., 0.], [2., 0.]]))
+        >>> regions["0"].packed.tolist(), regions.distinct().item()
+        ([[128], [0], [128]], 2)
+    """
+    sites = find_sites(model, inputs, layers)
+    readings = Readings(unwrap(model), inputs, sites)
+    if not readings.took_same_steps:
+        raise ValueError(
+            "the model took other steps in each of two runs on these inputs, so it is not known "
+            "which layer's activations were seen: a branch or a router decides at random."
+        )
+
+    left_out = ""
+    if readings.left_out:
+        left_out = (
+            f"no bits of {list_few(sorted(readings.left_out))}: the first dimension of every "
+            f"activation must be the examples, and there it is not {readings.examples}. Models "
+            "that put time first, or join or divide the batch, have no patterns there."
+        )
+    if readings.patterns is None:
+        raise ValueError(
+            left_out
+            or "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
+            "Hardtanh, SReLU) or a max pool after a layer that is analysed, with values for each "
+            "example; none ran. Smooth activations have no regions: follow their units' "
+            "directions instead."
+        )
+    if left_out:
+        warnings.warn(left_out, stacklevel=2)
+    return readings.patterns

@@ -6,31 +6,28 @@ a concatenation, or a reshape) are found too: they belong to the regions of a ne
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from geoparam.analysis.activations import Activation, SReLU, breaks
 from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
-from geoparam.model.graph import Call, Graph, Node
-from geoparam.model.run import strip_wrappers, unwrap
+from geoparam.model.activations import Activation, SReLU, breaks
+from geoparam.model.graph import Call, Graph, Node, Step
+from geoparam.model.norms import UnknownNorm, find_feature_dim
+from geoparam.model.run import refuse_non_batch, strip_wrappers, unwrap
 from geoparam.model.trace import OPS, Filter, trace
 from geoparam.model.unit_layers import (
+    INSIDE_ATTENTION,
+    UnitLayer,
     count_positions,
-    count_units,
-    find_channel,
     find_unit_layers,
 )
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = Iterable[str] | Filter | None
 Modules = Mapping[str, nn.Module]
-
-INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,12 @@ class Site:
 
     name: str  # without the additions of torch.compile
     layer: nn.Module | None  # nn.MultiheadAttention stands for its input projection
+    size: int = 0  # how many units the layer has
+    channel: int = -1  # the units' dimension in the layer's output, from the end
     norm: nn.Module | None = None
     activation: Any = None  # a module, a function, a step of the trace, a MaxPool
-    channel: int = -1  # the units' dimension in the layer's output, from the end
     calls: tuple[Call, ...] = ()
     is_readable: bool = True  # the activation's input has the units where the layer's output has
-
     has_own_activation: bool = False  # the layer applies it itself, with r outside
 
 
@@ -67,6 +64,20 @@ class Sites:
     def __iter__(self) -> Iterator[Site]:
         return iter((*self.layers.values(), *self.others))
 
+    @cached_property
+    def steps(self) -> dict[int, Step]:
+        """The steps of the run that are layers, norms and activations of a site, by number."""
+        numbers = set[int | None]()
+        for site in self:
+            for call in site.calls:
+                numbers |= {call.norm, call.activation}
+                if site.layer is not None:
+                    numbers.add(call.layer)
+        if self.graph is None:
+            return {}
+        steps = self.graph.steps(number for number in numbers if number is not None)
+        return {step[0]: step for step in steps}
+
 
 def find_sites(
     model: nn.Module,
@@ -80,78 +91,70 @@ def find_sites(
         inputs: A small batch as the model takes it, with `kwargs`; None for no run.
         layers: Names of the layers, or a function of module and name; all by default.
     """
-    check_inputs(inputs)
+    check_batch(inputs)
     model = unwrap(model)
     units = find_unit_layers(model)
     graph = None if inputs is None else trace(model, inputs, kwargs)
-    modules = dict(model.named_modules())
     ran = () if graph is None else graph.layers
-    order = {name: number for number, name in enumerate(ran)}
-    found: dict[str, Site] = {}
-    for name in sorted(units, key=lambda name: order.get(name, len(order))):
-        module = units[name]  # one that did not run has directions too
-        site = Site(strip_wrappers(name), module, channel=find_channel(module))
+    unseen = [name for name in units if name not in ran]  # they have directions, too
+    modules = dict(model.named_modules())
+
+    sites: dict[str, Site] = {}
+    for name in (*ran, *unseen):
+        if name not in units:  # a recurrent layer, or one that computes something else
+            continue
+        module = units[name].module
+        site = Site(strip_wrappers(name), *units[name])
         if graph is not None and name in ran:
             site = _follow(site, graph, name, modules)
         if isinstance(module, GmPLayer) and module.activation is not None:
             site = _use_own_activation(site, module.activation)
-        found[site.name] = site
-    by_name = {name: site.layer for name, site in found.items() if site.layer is not None}
-    chosen = {name: found[name] for name in choose_layers(by_name, layers)}
+        sites[site.name] = site
+
+    chosen = _choose(sites, layers)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)
 
 
-def check_inputs(inputs: object) -> None:
-    """Refuse what is not one batch as the model takes it."""
-    advice = ""
-    if isinstance(inputs, np.ndarray):
-        advice = "make it a tensor by torch.from_numpy"
-    elif isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
-        advice = "take one batch of it, as in next(iter(loader)), and of (x, y) the x"
-    elif isinstance(inputs, Tensor) and not inputs.numel():
-        advice = "it is empty"
-    if advice:
+def check_batch(inputs: Inputs | None) -> None:
+    """Refuse a probe or example inputs that are not one batch, or an empty one."""
+    if inputs is None:
+        return
+    refuse_non_batch(inputs)
+    if isinstance(inputs, Tensor) and not inputs.numel():
         raise ValueError(
-            "a probe, or example inputs, are one batch as the model takes it: a tensor, a tuple "
-            f"of arguments, or a mapping of keywords; got {type(inputs).__name__}: {advice}."
+            "a probe, or example inputs, must not be empty; got a tensor of shape "
+            f"{tuple(inputs.shape)}."
         )
 
 
-def choose_layers(units: Mapping[str, nn.Module], layers: Layers) -> list[str]:
-    """Return the names of the chosen ones of a model's layers with units."""
-    if layers is None:
-        chosen = list(units)
-    elif callable(layers):
-        chosen = [name for name, module in units.items() if layers(module, name)]
-    else:
-        if not isinstance(layers, Iterable):
-            raise ValueError(
-                f"layers are names, or a function of module and name; got {layers!r}."
-            )
-        chosen = [layers] if isinstance(layers, str) else list(layers)
-        missing = [name for name in chosen if name not in units]
-        if missing:
-            raise ValueError(f"no layers {missing}; the model has: {', '.join(units)}.")
-    if not chosen:
+def _choose(sites: Mapping[str, Site], layers: Layers) -> dict[str, Site]:
+    """Return the sites of the layers that a user chose."""
+    names = list(sites)
+    if callable(layers):
+        modules = {name: site.layer for name, site in sites.items() if site.layer is not None}
+        names = [name for name, module in modules.items() if layers(module, name)]
+    elif isinstance(layers, Iterable):
+        names = [layers] if isinstance(layers, str) else list(layers)
+    elif layers is not None:
+        raise ValueError(f"layers are names, or a function of module and name; got {layers!r}.")
+
+    missing = [name for name in names if name not in sites]
+    if missing:
+        raise ValueError(f"no layers {missing}; the model has: {', '.join(sites)}.")
+    if not names:
         raise ValueError(
             "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
             "Give `layers` names, or a function of module and name that is true for some."
         )
-    return chosen
+    return {name: sites[name] for name in names}
 
 
 def _use_own_activation(site: Site, activation: Activation) -> Site:
     """Return the site of a layer that applies its activation itself: nothing is in between."""
     calls = tuple(replace(call, norm=None, activation=None) for call in site.calls)
-    return replace(
-        site,
-        norm=None,
-        activation=activation,
-        calls=calls,
-        is_readable=True,
-        has_own_activation=True,
-    )
+    site = replace(site, norm=None, activation=activation, calls=calls)
+    return replace(site, is_readable=True, has_own_activation=True)
 
 
 def _follow(site: Site, graph: Graph, name: str, modules: Modules) -> Site:
@@ -184,7 +187,7 @@ def _find_norm(site: Site, graph: Graph, call: Call, modules: Modules) -> nn.Mod
         return UnknownNorm()
     assert site.layer is not None
     positions = count_positions(site.layer)
-    dim = find_feature_dim(norm, count_units(site.layer), len(node.shape), positions)
+    dim = find_feature_dim(norm, site.size, len(node.shape), positions)
     mixes_units = "max" in kinds and isinstance(norm, nn.LayerNorm | nn.GroupNorm)
     if dim is None or mixes_units or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
@@ -229,7 +232,7 @@ def _has_units_in(graph: Graph, call: Call, step: int | None, dim: int) -> bool:
 
 
 def _find_others(
-    graph: Graph, modules: Modules, units: Modules, chosen: Mapping[str, Site]
+    graph: Graph, modules: Modules, units: Mapping[str, UnitLayer], chosen: Mapping[str, Site]
 ) -> list[Site]:
     """Return the max pools, and the activations with breakpoints that no chosen site shows.
 
@@ -237,11 +240,11 @@ def _find_others(
     follow layers which were not chosen are left out.
     """
     names = {call.layer: site.name for site in chosen.values() for call in site.calls}
-    all_units = set(units.values())
-    chosen_units = {site.layer for site in chosen.values()}
+    chosen_layers = {site.layer for site in chosen.values()}
+    has_all_layers = chosen_layers == {unit.module for unit in units.values()}
     shown: set[int | None] = set()
     for site in chosen.values():
-        if site.is_readable and breaks(site.activation):
+        if site.is_readable:
             shown |= {call.activation for call in site.calls}
 
     others = []
@@ -249,13 +252,18 @@ def _find_others(
         activation = None if step in shown else _read_activation(node, modules)
         if activation is None:
             continue
+
         before = _find_layer_before(graph, step)
-        layer = "" if before is None else graph.nodes[before].name or ""
-        module = units.get(layer)
-        is_first_pool = before is None and isinstance(activation, MaxPool)
-        is_no_units = module not in all_units and chosen_units == all_units
-        if module in chosen_units or is_first_pool or is_no_units:
-            name = names.get(-1 if before is None else before, layer or node.op)
+        if before is None:
+            name = node.op
+            is_wanted = has_all_layers or isinstance(activation, MaxPool)
+        else:
+            layer = graph.nodes[before].name or ""
+            name = names.get(before, layer or node.op)
+            is_wanted = has_all_layers
+            if layer in units:
+                is_wanted = units[layer].module in chosen_layers
+        if is_wanted:
             others.append(_make_site(name, activation, step, graph))
     return others
 
@@ -273,10 +281,12 @@ def _read_activation(node: Node, modules: Modules) -> Any:
 
 def _make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
     """Return the site of an activation in one step."""
-    rank = len(graph.nodes[step].shape)
-    channel = activation.dim % rank - rank if isinstance(activation, SReLU) else -1
+    channel = -1
+    if isinstance(activation, SReLU):
+        rank = len(graph.nodes[step].shape)
+        channel = activation.dim % rank - rank
     call = Call(layer=-1, norm=None, activation=step, path=())
-    return Site(name, None, activation=activation, channel=channel, calls=(call,))
+    return Site(name, None, channel=channel, activation=activation, calls=(call,))
 
 
 def _find_layer_before(graph: Graph, step: int) -> int | None:

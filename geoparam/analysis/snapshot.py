@@ -5,7 +5,7 @@ are an `Interval`, which is what a quantity is measured on (`quantities.py`). Ev
 the model's device, and nothing waits for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.boundary import combine_terms, place_boundaries, read_units
-from geoparam.analysis.norms import Moments
-from geoparam.analysis.patterns import Changes, Pattern, Patterns, count_examples
+from geoparam.analysis.patterns import Changes, Pattern, Patterns
 from geoparam.analysis.readings import Readings
-from geoparam.analysis.sites import Inputs, Sites
-from geoparam.model.run import full_tensor
-from geoparam.model.unit_layers import UnitRows, count_units
+from geoparam.analysis.sites import Inputs, Site, Sites
+from geoparam.model.norms import Moments
+from geoparam.model.run import full_tensor, full_tensors
+from geoparam.model.unit_layers import UnitRows
 
 BLOCK = 1 << 18  # elements; 1 MiB in float32, which the cache of a core holds
 SAFE_LENGTHS = {torch.float32: (1e-15, 1e15), torch.float64: (1e-150, 1e150)}
@@ -56,29 +56,34 @@ class Layout:
 
     def __init__(self, sites: Sites, units: int | None = None) -> None:
         self.sites = sites.layers
-        modules = [site.layer for site in sites.layers.values() if site.layer is not None]
-        parameters = [next(module.parameters()) for module in modules]
-        is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
-        dtype = torch.float64 if is_double else torch.float32
-        device = parameters[0].device
-        self.like = torch.empty(0, dtype=dtype, device=device)
+        self.like = _find_type(self.sites.values())
+        device = self.like.device
 
-        sizes = [count_units(module) for module in modules]
-        self.counts = [min(size, units or size) for size in sizes]
-        self.chosen: dict[str, Tensor] = {}  # the followed units of layers that are sampled
-        for name, size, count in zip(self.sites, sizes, self.counts, strict=True):
-            if count < size:
-                spaced = torch.linspace(0, size - 1, count, device=device)
-                self.chosen[name] = spaced.round().long()
+        sizes = [site.size for site in self.sites.values()]
         self.sizes = torch.tensor([*sizes, sum(sizes)]).to(device, torch.float64)
+        self.counts = [min(size, units or size) for size in sizes]
         layers = torch.arange(len(sizes))
         self.layer_of = layers.repeat_interleave(torch.tensor(self.counts)).to(device)
 
+        self.sample: dict[str, Tensor] = {}  # the followed units of layers that are sampled
+        for name, size, count in zip(self.sites, sizes, self.counts, strict=True):
+            if count < size:
+                spaced = torch.linspace(0, size - 1, count, device=device)
+                self.sample[name] = spaced.round().long()
+
     def pick(self, name: str, values: Tensor) -> Tensor:
         """Return the elements of the units of a layer that are followed, from those of all."""
-        if name not in self.chosen:
+        if name not in self.sample:
             return values
-        return full_tensor(values)[self.chosen[name].to(values.device)]
+        return full_tensor(values)[self.sample[name].to(values.device)]
+
+
+def _find_type(sites: Iterable[Site]) -> Tensor:
+    """Return an empty tensor on the layers' device; float64 if one of them is."""
+    parameters = [next(site.layer.parameters()) for site in sites if site.layer is not None]
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    dtype = torch.float64 if is_double else torch.float32
+    return torch.empty(0, dtype=dtype, device=parameters[0].device)
 
 
 class Camera:
@@ -92,7 +97,6 @@ class Camera:
     ) -> None:
         self.model, self.sites, self.layout, self.probe = model, sites, layout, probe
         self.directions: dict[str, Tensor] = {}  # of the latest snapshot
-        self._examples = None if probe is None else count_examples(probe)
         self._batch = batch
         self._shapes: dict[str, torch.Size] = {}  # of each layer's rows
         modules = set(model.modules())
@@ -120,20 +124,21 @@ class Camera:
         readings = None
         moments: Mapping[str, Moments] = {}
         if self.probe is not None:
-            options = (self.sites, self._examples, self._batch)
-            readings = Readings(self.model, self.probe, *options)
+            readings = Readings(self.model, self.probe, self.sites, self._batch)
             moments = readings.moments
-        patterns = None if readings is None else readings.patterns
 
+        like = self.layout.like
         layers: list[UnitRows] = []
         moves: list[Tensor] = []
-        with torch.autocast(self.layout.like.device.type, enabled=False):
+        with torch.autocast(like.device.type, enabled=False):
             for name, site in self.layout.sites.items():
                 units = self._pick(name, read_units(site, moments.get(name)))
-                moves.append(full_tensor(self._turn(name, units)).to(self.layout.like))
+                moves.append(self._turn(name, units))
                 layers.append(units)
-            places = place_boundaries(combine_terms(layers, self.layout.like))
-        return Snapshot(self.directions, torch.cat(moves), *places, patterns, readings)
+            places = place_boundaries(combine_terms(layers, like))
+        all_moves = torch.cat([move.to(like) for move in full_tensors(moves)])
+        patterns = None if readings is None else readings.patterns
+        return Snapshot(self.directions, all_moves, *places, patterns, readings)
 
     def lose_directions(self) -> None:
         """Forget how units were turned: a snapshot was not finished. The next turns are NaN."""
@@ -150,28 +155,36 @@ class Camera:
 
     def load_state_dict(self, state: Mapping[str, Any], now: Snapshot) -> Snapshot:
         """Go back to the directions of a state, and return its snapshot of the same units."""
+        self._check_state(state, now)
+        for name, u in self.directions.items():
+            u.copy_(state["directions"][name])
+        sign, distances = state["sign"].to(now.sign), state["distances"].to(now.distances)
+        earlier = now._replace(sign=sign, distances=distances)
+
+        packed = state.get("packed", {})
+        if now.patterns is None or packed.keys() != now.patterns.parts.keys():
+            return earlier
+        parts = {}
+        for step, part in now.patterns.parts.items():
+            parts[step] = Pattern(packed[step].to(part.packed.device), part.bits)
+        return earlier._replace(patterns=Patterns(parts, now.patterns.layers))
+
+    def _check_state(self, state: Mapping[str, Any], now: Snapshot) -> None:
+        """Refuse a state that lacks a tensor, or has one of another shape."""
         directions = state.get("directions")
-        directions = directions if isinstance(directions, Mapping) else {}
-        stored = [("sign", state.get("sign"), now.sign)]
-        stored.append(("distances", state.get("distances"), now.distances))
-        stored += [(name, directions.get(name), u) for name, u in self.directions.items()]
-        for name, value, tensor in stored:
+        if not isinstance(directions, Mapping):
+            directions = {}
+        expected = [("sign", state.get("sign"), now.sign)]
+        expected.append(("distances", state.get("distances"), now.distances))
+        for name, u in self.directions.items():
+            expected.append((name, directions.get(name), u))
+
+        for name, value, tensor in expected:
             if not isinstance(value, Tensor) or value.shape != tensor.shape:
                 raise ValueError(
                     f"the tracker's state is damaged: {name!r} of its snapshot should be a tensor "
                     f"of shape {tuple(tensor.shape)}. Load another checkpoint, or go on without."
                 )
-        for name, u in self.directions.items():
-            u.copy_(state["directions"][name])
-        patterns = now.patterns
-        packed = state.get("packed", {})
-        if patterns is not None and packed.keys() == patterns.parts.keys():
-            parts = {}
-            for step, part in patterns.parts.items():
-                parts[step] = Pattern(packed[step].to(part.packed.device), part.bits)
-            patterns = Patterns(parts, patterns.layers)
-        sign, distances = state["sign"].to(now.sign), state["distances"].to(now.distances)
-        return now._replace(sign=sign, distances=distances, patterns=patterns)
 
     def _pick(self, name: str, units: UnitRows) -> UnitRows:
         """Return the followed units of a layer; refuse one that has other rows than before."""
@@ -180,7 +193,7 @@ class Camera:
                 f"{name} had other sizes when the tracker was built: rows were pruned or added. "
                 "Build the tracker anew."
             )
-        if name not in self.layout.chosen:
+        if name not in self.layout.sample:
             return units
         terms = dict(units.terms)
         for key, value in terms.items():

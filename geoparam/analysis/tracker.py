@@ -22,12 +22,11 @@ from geoparam.analysis.boundary import Statistics, uses_batch_statistics
 from geoparam.analysis.history import History
 from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
 from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
-from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
+from geoparam.analysis.sites import Inputs, Layers, check_batch, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
 from geoparam.arguments import check_callable, check_count, check_flag
-from geoparam.model.run import refuse_lazy, strip_wrappers, unwrap
+from geoparam.model.run import refuse_lazy, refuse_non_model, unwrap
 from geoparam.model.trace import is_tracing
-from geoparam.model.unit_layers import find_unit_layers
 
 __all__ = ["BoundaryTracker", "history"]
 
@@ -49,14 +48,12 @@ class BoundaryTracker:
       and counted in `undefined`.
     - `displacement_max`, `_median`, `_p99`: ||delta phi||; `scale_min`, `_median`, `_max`;
       `distance_median`, `_p99`, `_max` of |lam|; `units`, how many the layer has.
-    - for angles: `smallest_product` of cosines, the share with `negligible_metric` (< 1e-4).
-    - with a probe: `input_length_median`, the median of ||x|| over the layer's inputs;
-      `relative_distance_median`, that of |lam| over it; the number of units that are `dead`
-      (active nowhere) and `always_on`; `separated_median`, the share of points on the smaller side
-      of a boundary; `pattern_change`, the share of activation bits that changed since the last
-      record; `points_changed`, the number of examples in another region; `regions`, how many
-      there are. They belong to the activation that follows, after a residual sum if there is one;
-      phi is always that of the layer and its norm alone.
+    - with a probe: the number of units that are `dead` (active nowhere) and `always_on`;
+      `separated_median`, the share of points on the smaller side of a boundary; `pattern_change`,
+      the share of activation bits that changed since the last record; `points_changed`, the
+      number of examples in another region; `regions`, how many there are. They belong to the
+      activation that follows, after a residual sum if there is one; phi is always that of the
+      layer and its norm alone.
 
     `keep="full"` adds `rotation`, `displacement`, `scale`, `distance` (signed) and `active` of
     each unit. Layers with a smooth activation, or none, have rotation and scale only; the rest is
@@ -123,7 +120,7 @@ class BoundaryTracker:
         check_callable("schedule", schedule, "schedule(step)")
         _check_model(model)
         for inputs in (probe, example_inputs):
-            check_inputs(inputs)
+            check_batch(inputs)
         check_log(log)
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
@@ -146,20 +143,19 @@ class BoundaryTracker:
         device = next((p.device for p in self.model.parameters()), None)
         place = partial(Tensor.to, device=device, copy=True)
         self._probe = tree_map_only(Tensor, place, probe)
-        known = self._probe
+        batch = self._probe
         if example_inputs is not None:
-            known = tree_map_only(Tensor, place, example_inputs)
-        self._is_first = (
-            not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        )
+            batch = tree_map_only(Tensor, place, example_inputs)
+        has_group = dist.is_available() and dist.is_initialized()
+        self._is_first = not has_group or dist.get_rank() == 0
         is_sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
         self._takes_part = self._is_first or is_sharded
-        if known is None and is_sharded:
+        if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
-        if known is not None and self._takes_part:
-            self._begin(known)
+        if batch is not None and self._takes_part:
+            self._begin(batch)
         elif self._takes_part:
-            _check_layers(self.model, layers)  # now, and not at the first batch
+            find_sites(self.model, layers=layers)  # refuses wrong names now
             hook = _FirstBatch(self._see_first_batch)
             self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
             self.remove_on_close(self._first_batch)
@@ -377,23 +373,14 @@ def _check_options(keep: str, every: int, units: int | None, resume: bool, file:
 
 
 def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"a tracker follows the layers of an nn.Module; got {type(model).__name__}. Give the "
-            "model itself, not its parameters."
-        )
+    refuse_non_model(model, "BoundaryTracker(model, ...)")
+    assert isinstance(model, nn.Module)
     refuse_lazy(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "a tracker reads the values of weights; parameters on the meta device have none. "
             "Build it after the model is on its device and has its weights."
         )
-
-
-def _check_layers(model: nn.Module, layers: Layers) -> None:
-    """Refuse names of layers that the model does not have, before anything runs."""
-    units = {strip_wrappers(name): module for name, module in find_unit_layers(model).items()}
-    choose_layers(units, layers)
 
 
 def _describe(units: Mapping[str, Sequence[int]]) -> str:

@@ -27,7 +27,7 @@ class TrackBoundaries(Callback):
         self.module, self.log = module, log
         self.options = options
         self.tracker: BoundaryTracker | None = None
-        self._seen = 0
+        self._last_step = 0
         self._state: dict[str, Any] | None = None
 
     @property
@@ -46,11 +46,11 @@ class TrackBoundaries(Callback):
         self.tracker = BoundaryTracker(pl_module.get_submodule(self.module), **options)
         if self._state is not None:
             self.tracker.load_state_dict(self._state)
-        self._seen, self._state = trainer.global_step, None  # a state is for one fit
+        self._last_step, self._state = trainer.global_step, None  # a state is for one fit
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.tracker is not None and trainer.global_step != self._seen:  # not accumulating
-            self._seen = trainer.global_step
+        if self.tracker is not None and trainer.global_step != self._last_step:  # not accumulating
+            self._last_step = trainer.global_step
             self.tracker.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,7 +4,6 @@
 it next, and in which order of channels.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 WEIGHTED = ("layer", "embedding")
+Step = tuple[int, str, str | None]  # number, op and name of a node
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Graph:
             if node.name is not None:
                 self._calls.setdefault(node.name, []).append(index)
         self.users = [tuple(readers) for readers in users]
+
+    def steps(self, numbers: Iterable[int]) -> list[Step]:
+        """Return number, op and name of steps; those after the end of the run are left out."""
+        ran = [number for number in numbers if number < len(self.nodes)]
+        return [(number, self.nodes[number].op, self.nodes[number].name) for number in ran]
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -153,21 +158,22 @@ class Graph:
 
     def _call(self, layer: int) -> Call:
         norm: int | None = None
-        activation: int | None = None
         path: list[str] = []
         here = layer
-        while activation is None and len(self.users[here]) == 1:
+        while len(self.users[here]) == 1:
             here = self.users[here][0]
             node = self.nodes[here]
             if node.kind == "activation":
-                activation = here
-            elif node.kind == "norm" and norm is None and "sum" not in path:
+                return Call(layer, norm, here, tuple(path))
+            if node.kind == "norm" and norm is None and "sum" not in path:
                 norm = here
-            elif node.kind in ("sum", "scale", "view", "same", "average", "max"):
-                path.append("sum" if node.kind == "sum" else node.op)
+            elif node.kind == "sum":
+                path.append("sum")
+            elif node.kind in ("scale", "view", "same", "average", "max"):
+                path.append(node.op)
             else:
                 break
-        return Call(layer, norm, activation, tuple(path))
+        return Call(layer, norm, None, tuple(path))
 
     def _is_exclusive(self, layer: str, norm: Node | None) -> bool:
         if norm is None or norm.name is None:
@@ -195,30 +201,39 @@ def _number_channels(node: Node) -> Tensor:
 
 
 def _carry(node: Node, channels: Tensor) -> Tensor | None:
-    """Pass channel numbers through one step; None where a sign per channel does not pass.
-
-    Views are applied to the numbers themselves, so that any reshape is followed exactly.
-    """
+    """Pass channel numbers through one step; None where a sign per channel does not pass."""
     if len(set(node.inputs)) != 1:
         return None
     if node.kind == "layer" and node.channel is not None:
         return _drop_constant_dims(channels.movedim(node.channel, 0), 1)
-    if node.kind == "view" and node.func is not None:
+    if node.kind == "view" and node.func is not None:  # any reshape is followed exactly
         return node.func(channels, *node.args, **node.kwargs).contiguous()
     if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
         return channels if channels.shape == node.shape else None
-    if node.op == "mean" and node.func is not None:
-        kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
-        low = torch.amin(channels, *node.args, **kwargs)
-        high = torch.amax(channels, *node.args, **kwargs)
-        return low if torch.equal(low, high) else None
-    pool = re.search(r"pool(\d)d$", node.op)
-    if node.kind == "average" and pool is not None:
-        dims = int(pool[1])
-        pooled = _drop_constant_dims(channels, channels.ndim - dims)
-        if pooled is not None:
-            return pooled[(...,) + (None,) * dims].expand(node.shape)
+    if node.op == "mean":
+        return _carry_through_mean(node, channels)
+    if node.kind == "average":
+        return _carry_through_pool(node, channels)
     return None
+
+
+def _carry_through_mean(node: Node, channels: Tensor) -> Tensor | None:
+    """Return the channel of each mean, if it is over numbers of one channel."""
+    if node.func is None:
+        return None
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
+    low = torch.amin(channels, *node.args, **kwargs)
+    high = torch.amax(channels, *node.args, **kwargs)
+    return low if torch.equal(low, high) else None
+
+
+def _carry_through_pool(node: Node, channels: Tensor) -> Tensor | None:
+    """Return the channel of each output, if all positions of an image have the same."""
+    dims = int(node.op[-2])  # avg_pool2d
+    pooled = _drop_constant_dims(channels, channels.ndim - dims)
+    if pooled is None:
+        return None
+    return pooled[(...,) + (None,) * dims].expand(node.shape)
 
 
 def _drop_constant_dims(channels: Tensor, dims: int) -> Tensor | None:

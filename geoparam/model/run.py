@@ -56,6 +56,13 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
 
 
+def find_package(module: nn.Module) -> str:
+    """Return the package whose code a module runs; "" if it was given a forward of its own."""
+    if "forward" in vars(module):
+        return ""
+    return (type(module).forward.__module__ or "").partition(".")[0]  # fx writes code without one
+
+
 def overrides(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether the module's class, or the module, computes otherwise than `base`."""
     names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
@@ -116,13 +123,7 @@ def _find_span(tensor: Tensor) -> tuple[str, int, int]:
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
     """Return copies of the positional and keyword arguments of one call, if they fit the model."""
-    if isinstance(inputs, np.ndarray):
-        raise ValueError("inputs are tensors; got a numpy array: use torch.from_numpy.")
-    if isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
-        raise ValueError(
-            f"inputs are one batch as the model takes it; got a {type(inputs).__name__}: use "
-            "next(iter(loader)), and of a batch (x, y) the x."
-        )
+    refuse_non_batch(inputs)
     args: tuple = (inputs,)
     advice = "A tuple or list is the arguments of one call: of a batch (x, y) give x alone."
     if isinstance(inputs, Mapping):
@@ -136,6 +137,17 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
         )
     # A model may change what it gets. The same tensor, given twice, stays one.
     return tree_map(partial(_copy_leaf, {}), (args, more))
+
+
+def refuse_non_batch(inputs: object) -> None:
+    """Raise where inputs are an array, or many batches in one object."""
+    if isinstance(inputs, np.ndarray):
+        raise ValueError("inputs are tensors; got a numpy array: use torch.from_numpy.")
+    if isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
+        raise ValueError(
+            f"inputs are one batch as the model takes it; got a {type(inputs).__name__}: use "
+            "next(iter(loader)), and of a batch (x, y) the x."
+        )
 
 
 def call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -251,6 +263,11 @@ def _put_back(contents: dict[int, tuple[Any, Any]]) -> None:
             container.extend(held)
         else:
             container.update(held)
+
+
+def full_tensors(value: Any) -> Any:
+    """Return nested lists and dicts with their tensors whole."""
+    return tree_map(full_tensor, value)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -32,45 +32,69 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from geoparam.model.graph import Graph, Node
-from geoparam.model.run import arguments_of, call, inspection_mode, refuse_unready, tensors_in
-from geoparam.model.unit_layers import find_channel
+from geoparam.model import norms
+from geoparam.model.activations import ACTIVATIONS, BY_MODULE
+from geoparam.model.graph import Graph, Node, Step
+from geoparam.model.run import (
+    arguments_of,
+    call,
+    find_package,
+    inspection_mode,
+    refuse_unready,
+    tensors_in,
+)
+from geoparam.model.unit_layers import (
+    EMBEDDINGS,
+    FUNCTIONS,
+    LAYERS,
+    computes_weight,
+    find_channel,
+    has_matrix,
+)
 
 Filter = Callable[[nn.Module, str], bool]  # of a module and its name
 
-# What a function is, by its name without outer underscores; activation modules go by the same
-# names.
+POOLS = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
+MAX_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d")
+VIEWS = (
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "permute",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "getitem",
+    "t",
+    "T",
+    "mT",
+)
+CASTS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+COPIES = ("clone", "detach", "data", "contiguous", "dropout")
+NEW = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+
+# What a function is, by its name without outer underscores.
 OPS = {
-    name: kind
-    for kind, names in {
-        "activation": """relu relu6 leaky_relu prelu rrelu elu selu celu srelu gelu new_gelu
-            quick_gelu fast_gelu gelu_tanh silu swish mish glu hardswish hardsigmoid hardtanh
-            sigmoid logsigmoid tanh tanhshrink softplus softsign softshrink hardshrink threshold
-            clamp clamp_min clamp_max clip sin""",
-        "norm": "batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm",
-        "linear": """linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-            conv_transpose3d matmul rmatmul mm bmm addmm baddbmm einsum tensordot""",
-        "embedding": "embedding embedding_bag",
-        "arithmetic": "add sub mul div",
-        "view": """view reshape flatten unflatten permute transpose swapaxes swapdims movedim
-            squeeze unsqueeze expand getitem t T mT""",
-        "same": "to float half bfloat16 double type type_as clone detach data contiguous dropout",
-        "average": """mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
-            adaptive_avg_pool2d adaptive_avg_pool3d""",
-        "max": """max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
-            adaptive_max_pool3d""",
-        "constant": "zeros_like ones_like full_like new_zeros new_ones new_full",
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(ACTIVATIONS, "activation"),
+    **dict.fromkeys(norms.FUNCTIONS, "norm"),
+    **dict.fromkeys(FUNCTIONS, "linear"),
+    **dict.fromkeys(("embedding", "embedding_bag"), "embedding"),
+    **dict.fromkeys(("add", "sub", "mul", "div"), "arithmetic"),
+    **dict.fromkeys(VIEWS, "view"),
+    **dict.fromkeys((*CASTS, *COPIES), "same"),
+    **dict.fromkeys(("mean", *POOLS, *(f"adaptive_{pool}" for pool in POOLS)), "average"),
+    **dict.fromkeys((*MAX_POOLS, *(f"adaptive_{pool}" for pool in MAX_POOLS)), "max"),
+    **dict.fromkeys(NEW, "constant"),
 }
-ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "activation"}
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+OPERATORS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
 KNOWN = ("torch", "torchvision", "timm", "transformers", "geoparam")  # by their classes' names
 NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-Step = tuple[int, str, str | None]  # number, op and name of a node
 Watch = Mapping[Step, Sequence[Callable[[Tensor], None]]]
-CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
 class Run(NamedTuple):
@@ -225,7 +249,7 @@ class _Recorder(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
         for name, module in model.named_modules():
-            if isinstance(getattr(type(module), "weight", None), property):  # a GmP layer
+            if computes_weight(module):
                 for parameter in module.parameters(recurse=False):
                     self.owner[parameter] = f"{name}.weight"
 
@@ -246,7 +270,7 @@ class _Recorder(TorchFunctionMode):
             return result
 
         # A division with rounding is not linear.
-        op = "round" if kwargs.get("rounding_mode") else _op(func)
+        op = "round" if kwargs.get("rounding_mode") else _name_function(func)
         node = self.classify(op, read)
         options = {name: value for name, value in kwargs.items() if name != "input"}
         first = args[0] if args else kwargs.get("input")
@@ -268,7 +292,7 @@ class _Recorder(TorchFunctionMode):
         if kind == "linear":
             if owned and sources:
                 weight = self.owner[max(owned, key=lambda tensor: tensor.ndim)]
-                return Node("layer", op, weight.removesuffix(".weight"), channel=CHANNEL.get(op))
+                return Node("layer", op, weight.removesuffix(".weight"), channel=FUNCTIONS[op])
             return Node("other", op)
         if kind in ("norm", "embedding") and owned:
             return Node(kind, op, self.owner[owned[0]].rpartition(".")[0])
@@ -342,9 +366,15 @@ class _Recorder(TorchFunctionMode):
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the step that made `tensor`, and one that changed it since in another view."""
-        node, version = self.origin.get(tensor, (None, -1))
-        changed = None if _version(tensor) == version else self.writer.get(_base(tensor))
-        return tuple(dict.fromkeys(step for step in (node, changed) if step is not None))
+        made_by, version = self.origin.get(tensor, (None, -1))
+        changed_by = None
+        if _version(tensor) != version:
+            changed_by = self.writer.get(_base(tensor))
+
+        steps = [] if made_by is None else [made_by]
+        if changed_by not in (None, made_by):
+            steps.append(changed_by)
+        return tuple(steps)
 
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Record a call that made or changed a tensor; of constants, only their owner."""
@@ -355,32 +385,34 @@ class _Recorder(TorchFunctionMode):
         if not results or node.kind == "constant":
             return
 
-        has_digits = results[0].is_floating_point() or results[0].is_complex()
-        if node.kind == "same" and not has_digits:
-            node = replace(node, kind="other")  # integers: values are rounded
-
         sources = _sources(read)
-        if sources or node.kind == "layer":
-            self.write(replace(node, inputs=sources, shape=results[0].shape), results, changed)
+        if not sources and node.kind != "layer":  # of parameters alone
+            owners = [self.owner[r.tensor] for r in read if r.tensor in self.owner]
+            for tensor in results if owners else ():
+                self.owner[tensor] = owners[0]
             return
 
-        owners = [self.owner[r.tensor] for r in read if r.tensor in self.owner]
-        if owners:
-            for tensor in results:
-                self.owner[tensor] = owners[0]
+        first = results[0]
+        is_rounded = not (first.is_floating_point() or first.is_complex())
+        if node.kind == "same" and is_rounded:  # a cast to integers
+            node = replace(node, kind="other")
+        self.write(replace(node, inputs=sources, shape=first.shape), results, changed)
 
     def write(self, node: Node, results: Sequence[Tensor], changed: Sequence[Tensor] = ()) -> None:
         """Add a step with what it computed, and what it changed in place."""
-        for tensor in results:
-            self.origin[tensor] = (len(self.nodes), _version(tensor))
-        for tensor in changed:
-            self.writer[_base(tensor)] = len(self.nodes)
+        number = len(self.nodes)
         self.nodes.append(node)
-        if self.seen is not None:
-            seen, self.seen = self.seen, None
-            with torch._C.DisableTorchFunction():  # what they compute is no step
-                for function in self.watch.get((len(self.nodes) - 1, node.op, node.name), ()):
-                    function(seen)
+        for tensor in results:
+            self.origin[tensor] = (number, _version(tensor))
+        for tensor in changed:
+            self.writer[_base(tensor)] = number
+
+        seen, self.seen = self.seen, None
+        if seen is None:
+            return
+        with torch._C.DisableTorchFunction():  # what they compute is no step
+            for function in self.watch.get((number, node.op, node.name), ()):
+                function(seen)
 
 
 def _step(module: nn.Module) -> Node:
@@ -389,34 +421,34 @@ def _step(module: nn.Module) -> Node:
     A norm or activation with children is traced inside: timm's BatchNormAct2d holds both. So is
     one that only has the name, or the base class, of a known one.
     """
-    op = type(module).__name__.lower().removesuffix("activation")
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    op = type(module).__name__.lower()
+    if isinstance(module, LAYERS):
+        return Node("layer", op, channel=find_channel(module))
+    if isinstance(module, EMBEDDINGS):
         return Node("embedding", op)
 
+    activation = BY_MODULE.get(op.removesuffix("activation"))  # as in NewGELUActivation
     is_leaf = next(module.children(), None) is None
-    home = (type(module).forward.__module__ or "").partition(".")[0]  # fx writes code without one
-    is_known = home in KNOWN and "forward" not in vars(module)
-    is_norm = is_leaf and "norm" in op and not isinstance(module, LAYERS)
-    if is_norm and (is_known or not isinstance(module, NORMS)):
-        return Node("norm", op)
-    if is_leaf and is_known and op in ACTIVATIONS:
-        return Node("activation", ACTIVATIONS[op])
-
-    # A weight that is a property is computed: our own layers, torch's parametrizations.
-    weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
-    is_matrix = is_leaf and isinstance(weight, Tensor) and weight.ndim > 1
-    if is_matrix or isinstance(module, LAYERS) or isinstance(weight, property):
+    if is_leaf and ("norm" in op or activation is not None):
+        is_known = find_package(module) in KNOWN
+        if "norm" in op and (is_known or not isinstance(module, norms.NORMS)):
+            return Node("norm", op)
+        if activation is not None and is_known:
+            return Node("activation", activation)
+    if has_matrix(module):
         return Node("layer", op, channel=find_channel(module))
     return Node("", op)
 
 
-def _op(func: Callable) -> str:
+def _name_function(func: Callable) -> str:
     """Return one name for `__iadd__`, `add_` and `aten.add.Tensor`; `x.T`, a property, is "T"."""
     name = getattr(func, "__name__", "")
-    name = getattr(func, "__self__", func).__name__ if name == "__get__" else name
-    name = name.partition(".")[0].strip("_").removesuffix("_with_indices")
-    operators = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
-    return operators.get(name, name)
+    if name == "__get__":
+        name = getattr(func, "__self__", func).__name__
+    name = name.partition(".")[0]
+    name = name.strip("_")
+    name = name.removesuffix("_with_indices")  # max pools that also return places
+    return OPERATORS.get(name, name)
 
 
 def _find_tensors(values: Sequence) -> list[Tensor]:

@@ -26,6 +26,28 @@ from geoparam.model.run import computes_as, strip_wrappers
 Split = Mapping[str, int | Sequence[int]]
 Stacks = Mapping[str, str]
 PLAIN_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+# Functions that multiply with a weight, and which dimension of the result has the units.
+FUNCTIONS = {
+    "linear": -1,
+    "addmm": -1,
+    "conv1d": -2,
+    "conv2d": -3,
+    "conv3d": -4,
+    "bilinear": None,
+    "conv_transpose1d": None,
+    "conv_transpose2d": None,
+    "conv_transpose3d": None,
+    "matmul": None,
+    "rmatmul": None,
+    "mm": None,
+    "bmm": None,
+    "baddbmm": None,
+    "einsum": None,
+    "tensordot": None,
+}
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' expert modules
 
 
@@ -193,13 +215,38 @@ def is_conv1d(module: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def find_unit_layers(model: nn.Module) -> dict[str, nn.Module]:
+def has_matrix(module: nn.Module) -> bool:
+    """Return whether a module multiplies with a weight of its own, stored or computed."""
+    weight = module._parameters.get("weight")
+    is_leaf = next(module.children(), None) is None
+    is_stored = is_leaf and weight is not None and weight.ndim > 1
+    return is_stored or computes_weight(module)
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Return whether `weight` is a property, as in GmP layers and torch's parametrizations."""
+    return isinstance(getattr(type(module), "weight", None), property)
+
+
+class UnitLayer(NamedTuple):
+    """An affine layer of a model: its module, number of units, and dimension of its outputs."""
+
+    module: nn.Module
+    size: int
+    channel: int  # from the end
+
+
+def find_unit_layers(model: nn.Module) -> dict[str, UnitLayer]:
     """Return the affine layers of a model, by name, in order of registration."""
     layers = {}
     for name, module in model.named_modules():
-        if count_units(module):
-            entry = find_affine(module)
-            layers[name if entry is None else entry.name(name)] = module
+        if hasattr(module, "read_units"):
+            layers[name] = UnitLayer(module, count_units(module), find_channel(module))
+            continue
+        entry = find_affine(module)
+        size = 0 if entry is None else _count_rows(module, entry)
+        if entry is not None and size:
+            layers[entry.name(name)] = UnitLayer(module, size, find_channel(module))
     return layers
 
 
@@ -208,8 +255,14 @@ def count_units(layer: Any) -> int:
     if hasattr(layer, "read_units"):
         return layer.weight_shape[0]
     entry = find_affine(layer)
-    weight = None if entry is None else _read_weight(layer, entry)[0]
-    return 0 if entry is None or weight is None else len(entry.layout.to_rows(weight))
+    return 0 if entry is None else _count_rows(layer, entry)
+
+
+def _count_rows(layer: nn.Module, entry: Entry) -> int:
+    weight = layer._parameters.get(entry.key)
+    if weight is None:  # computed, or attention with a weight for each projection
+        weight = _read_weight(layer, entry)[0]
+    return 0 if weight is None else len(entry.layout.to_rows(weight))
 
 
 def read_rows(layer: Any) -> UnitRows:
@@ -274,18 +327,18 @@ def _divide(
     experts, rows = layout.view(whole).shape[:2]
     if "e" not in layout.axes:  # the groups of a transposed convolution are one layer
         experts, rows = 1, experts * rows
+
     counts = given if isinstance(given, tuple | list) else (given,)
     if not all(isinstance(count, int) for count in counts):
         raise ValueError(f"split: {layer!r} needs a number of parts, or rows; got {given!r}.")
-    if isinstance(given, int):
-        if given < 1 or rows % given:
-            raise ValueError(f"split: {layer!r} has {rows} rows, which {given} does not divide.")
-        sizes = (rows // given,) * given
-    else:
+    if not isinstance(given, int):
         sizes = tuple(given)
         if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(f"split: {layer!r} has {rows} rows; the parts {sizes} must add up.")
-    return sizes * experts
+        return sizes * experts
+    if given < 1 or rows % given:
+        raise ValueError(f"split: {layer!r} has {rows} rows, which {given} does not divide.")
+    return (rows // given,) * (given * experts)
 
 
 def _check_axes(name: str, axes: str, parameter: Tensor | None) -> None:
@@ -319,11 +372,14 @@ class _Named:
         return self.values[max(fitting, key=len)] if fitting else None  # the most specific
 
     def refuse_unused(self) -> None:
-        if unused := [end for end in self.values if end not in self.used]:
-            last = unused[0].rpartition(".")[2]
-            near = difflib.get_close_matches(unused[0], self.names, n=3, cutoff=0)
-            near = [name for name in self.names if last in name][:3] or near
-            raise ValueError(
-                f"{self.option}: no layer's name ends in {unused[0]!r}, which must be one or more "
-                f"whole parts between dots. Names here are, for example, {', '.join(near)}."
-            )
+        unused = next((end for end in self.values if end not in self.used), None)
+        if unused is None:
+            return
+        last = unused.rpartition(".")[2]
+        near = [name for name in self.names if last in name][:3]
+        if not near:
+            near = difflib.get_close_matches(unused, self.names, n=3, cutoff=0)
+        raise ValueError(
+            f"{self.option}: no layer's name ends in {unused!r}, which must be one or more whole "
+            f"parts between dots. Names here are, for example, {', '.join(near)}."
+        )

@@ -7,15 +7,13 @@ Nothing here computes results or touches pyplot's global state.
 import matplotlib  # noqa: F401  here and first, so that its absence is named on every import
 
 from geoparam.plots.curves import layer_curves
-from geoparam.plots.heatmaps import dead_units, layer_heatmap, rotation_heatmap
+from geoparam.plots.heatmaps import layer_heatmap
 from geoparam.plots.style import INK, MUTED, new_figure
 
 __all__ = [
     "INK",
     "MUTED",
-    "dead_units",
     "layer_curves",
     "layer_heatmap",
     "new_figure",
-    "rotation_heatmap",
 ]

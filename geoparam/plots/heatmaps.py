@@ -6,19 +6,16 @@ finite value are hatched.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from geoparam.plots.style import new_figure
 
 ROW = 0.16  # inches a layer's name needs at 7 points
 COLUMNS = 400  # cells that a figure 900 pixels wide can show
-PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g}%")
-Limits = tuple[float, float] | None
 
 
 def layer_heatmap(
@@ -27,9 +24,8 @@ def layer_heatmap(
     layers: Sequence[str],
     label: str,
     steps: np.ndarray | None = None,
-    norm: Normalize | None = None,
-    cmap: str = "viridis",
-    ticks: Formatter | None = None,
+    limits: tuple[float, float] | None = None,
+    log: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw one coloured cell for each layer and recorded step; return the axis.
@@ -42,7 +38,8 @@ def layer_heatmap(
         layers: Names of the layers, the first one at the top.
         label: What the colour means.
         steps: The number of each recorded step; 0, 1, ... by default.
-        norm, cmap, ticks: matplotlib's.
+        limits: The values of the lowest and the highest colour, for figures that are compared.
+        log: Whether colours are on a logarithmic scale. 0 takes the lowest colour.
         ax: The axis to draw on; None makes a figure.
 
     Example:
@@ -56,62 +53,37 @@ def layer_heatmap(
     if steps.shape != (records,):
         raise ValueError(f"steps must have shape ({records},); got {steps.shape}.")
 
-    starts = np.arange(min(records, COLUMNS)) * records // min(records, COLUMNS)
+    columns = min(records, COLUMNS)
+    starts = np.arange(columns) * records // columns
     values = np.where(np.isfinite(values), values, np.nan)  # matplotlib leaves a gap at NaN only
     values = np.fmax.reduceat(values, starts, axis=1)
-    if norm is None and np.isnan(values).all():
-        norm = Normalize(0, 1)  # nothing to take a range from
     if ax is None:
         ax = new_figure(1, 1, (6.0, max(3.0, 1.0 + ROW * len(layers))))[1][0, 0]
 
-    image = ax.imshow(values, aspect="auto", cmap=cmap, norm=norm, interpolation="nearest")
+    norm = _make_norm(values, limits, log)
+    image = ax.imshow(values, aspect="auto", norm=norm, interpolation="nearest", cmap="viridis")
     ax.grid(visible=False)
     if np.isnan(values).any():  # imshow leaves such cells open, and the background shows
         ax.patch.set(facecolor="white", edgecolor="#c4c4c4", hatch="////")
     _name_layers(ax, layers)
     _number_steps(ax, steps[starts])
-    ax.figure.colorbar(image, ax=ax, label=label, format=ticks, pad=0.02, fraction=0.05)
+    ax.figure.colorbar(image, ax=ax, label=label, pad=0.02, fraction=0.05)
     return ax
 
 
-def rotation_heatmap(
-    values: np.ndarray, *, layers: Sequence[str], limits: Limits = None, **options: Any
-) -> Axes:
-    """Draw the rotation of each layer's units in each step, in degrees, on a logarithmic scale.
-
-    0 takes the colour of the lowest value. `limits` are the values of the lowest and highest
-    colour, for figures that are compared; `steps` and `ax` are options as in `layer_heatmap`.
-
-    Example:
-        >>> ax = rotation_heatmap(np.array([[0.1, 1.0], [0.0, 10.0]]), layers=["conv1", "fc"])
-        >>> ax.images[0].norm.vmin, ax.images[0].norm.vmax
-        (0.1, 10.0)
-    """
-    values = _check_values(values, layers)
-    positive = values[np.isfinite(values) & (values > 0)]
-    if limits is None and len(positive):
-        low = positive.min()
-        limits = (low, max(positive.max(), 1.01 * low))
-    norm = LogNorm(*(limits or (1e-3, 1.0)), clip=True)  # 0 has no logarithm, but is not unknown
-    return layer_heatmap(values, layers=layers, label="rotation (degrees)", norm=norm, **options)
-
-
-def dead_units(
-    values: np.ndarray, *, layers: Sequence[str], limits: Limits = None, **options: Any
-) -> Axes:
-    """Draw the share of each layer's units that are dead, 0 to 1; as in `rotation_heatmap`.
-
-    Example:
-        >>> ax = dead_units(np.array([[0.0, 0.5]]), layers=["conv1"])
-        >>> ax.images[0].norm.vmax
-        0.5
-    """
-    values = _check_values(values, layers)
+def _make_norm(values: np.ndarray, limits: tuple[float, float] | None, log: bool) -> Normalize:
+    """Return matplotlib's map from values to colours."""
     known = values[np.isfinite(values)]
-    highest = max(0.01, known.max(initial=0.0))  # one unit in a thousand must not look like all
-    norm = Normalize(*(limits or (0.0, highest)))
-    options |= {"label": "dead units", "cmap": "magma_r", "ticks": PERCENT, "norm": norm}
-    return layer_heatmap(values, layers=layers, **options)
+    if log:
+        known = known[known > 0]
+    if limits is None and len(known):
+        limits = known.min(), known.max()
+    if not log:
+        return Normalize(*(limits or (0, 1)))
+
+    low, high = limits or (1e-3, 1.0)
+    high = max(high, 1.01 * low)  # one value has no range
+    return LogNorm(low, high, clip=True)  # 0 has no logarithm, but is not unknown
 
 
 def _check_values(values: np.ndarray, layers: Sequence[str]) -> np.ndarray:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoparam.storage import read_npz
+from geoparam_lab.data.files import read_npz
 from geoparam_lab.data.image_source import Batches, Device, Shares, Source
 
 VAL = "val_data.npz"

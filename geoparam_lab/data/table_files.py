@@ -22,7 +22,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from geoparam.storage import list_few, open_zip, replacing
+from geoparam.storage import list_few, replacing
+from geoparam_lab.data.files import open_zip
 
 TIMEOUT = 10  # seconds without an answer
 LARGEST = 1 << 24  # bytes of an archive's entry; Naval's 3.4 MB are the most

@@ -10,7 +10,7 @@ from function_model import FunctionModel
 from torch import Tensor, nn
 
 from geoparam.analysis import SReLU, breaks
-from geoparam.analysis.activations import Breaks
+from geoparam.model.activations import Breaks
 from geoparam.model.trace import trace
 
 D = {"dtype": torch.float64}

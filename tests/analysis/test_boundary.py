@@ -21,7 +21,7 @@ from torchvision.ops import FrozenBatchNorm2d
 import geoparam as gp
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.analysis import SReLU, boundaries, layer_boundaries
-from geoparam.analysis.norms import compute_moments
+from geoparam.model.norms import compute_moments
 
 D = {"dtype": torch.float64}
 UNITS, FAN_IN, CHANNELS = 6, 5, 4

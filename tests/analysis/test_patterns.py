@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tracked_networks import record
 
 import geoparam as gp
-from geoparam.analysis import SReLU
+from geoparam.analysis import SReLU, patterns
 from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.patterns import Pattern, pack, patterns
+from geoparam.analysis.patterns import Pattern, pack
 from geoparam.model.trace import trace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -33,10 +33,12 @@ def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
 
 def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
     model = FunctionModel(lambda m, x: m.layer(x.sub_(1)).relu(), layer=linear(3, 8))
+    nn.init.ones_(model.layer.weight)
+    nn.init.constant_(model.layer.bias, 4.5)  # active at -1, the probe's value, and not at -2
     x = torch.zeros(4, 3, dtype=TYPE)
     history = record(model, probe=x)["layer"]
     assert torch.equal(x, torch.zeros_like(x))
-    assert history["input_length_median"] == [pytest.approx(3**0.5)]
+    assert history["always_on"] == [8]
     first = BoundaryTracker(model)
     model(x)
     first.step()
@@ -71,7 +73,7 @@ def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
     tracker.step()
     for layer in ("first", "second"):
         history = tracker.history[layer]
-        for quantity in ("dead", "input_length_median", "pattern_change", "regions"):
+        for quantity in ("dead", "separated_median", "pattern_change", "regions"):
             assert np.isnan(history[quantity]).tolist() == [False, True, False]
         assert np.isnan(history["active"]).all(1).tolist() == [False, True, False]
         np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 import geoparam as gp
 from geoparam import sphere
+from geoparam.analysis import QUANTITIES
 from geoparam_lab.data.image_source import Batches, Source
 from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images import preparation
+from geoparam_lab.training.images.angle_metric import AngleMetric
 from geoparam_lab.training.images.plateau import PLATEAUS, Plateau
 from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
 from geoparam_lab.training.network_training import (
@@ -259,7 +261,14 @@ class Training(NetworkTraining):
         file = folder / BOUNDARIES
         images, _ = next(iter(self.validation.epoch(0)))
         probe = images[:PROBE]
-        self.tracker = gp.BoundaryTracker(self.model, every, probe=probe, file=file, resume=True)
+        self.tracker = gp.BoundaryTracker(
+            self.model,
+            every,
+            probe=probe,
+            quantities=[*QUANTITIES, AngleMetric()],
+            file=file,
+            resume=True,
+        )
         if state is not None:  # the run before may have had no tracker
             done = {"step": self.epoch * self.batches.steps}
             self.tracker.load_state_dict(state["tracker"] or done)

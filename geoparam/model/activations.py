@@ -1,7 +1,9 @@
-"""Breakpoints of activations: the pre-activations at which a unit has a boundary.
+"""The one table of activations, with their breakpoints: where a unit has a boundary.
 
 ReLU and its relatives have one; ReLU6, Hardtanh, Hardswish and SReLU have two. Smooth activations
 (GELU, SiLU, tanh) have none, and the papers leave them open: their units have directions only.
+
+To teach the library a new activation, add its function's name to `ACTIVATIONS`.
 """
 
 from collections.abc import Callable
@@ -103,8 +105,68 @@ class Breaks:
             return z > first
         return (z > first) & (z < last)
 
+    def measure_shares(self, z: Tensor, channel: int) -> Tensor:
+        """Return the share of points at which each unit is active, then above each breakpoint.
 
-FIXED = {
+        NaN for a unit with a pre-activation that is NaN; (1 + K, units).
+        """
+        sides = (self.active(z, channel), *self.above(z, channel))
+        shares = torch.stack([_share(side, channel) for side in sides])
+        has_diverged = _share(z.isnan(), channel) > 0
+        shares[:, has_diverged] = torch.nan
+        return shares
+
+
+def _share(sides: Tensor, channel: int) -> Tensor:
+    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
+    channel %= sides.ndim  # a run that takes other steps may show another rank
+    by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
+    return by_unit.sum(dim=1).double() / by_unit.shape[1]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """An activation whose breakpoints are arguments: where a unit opens, and where it closes."""
+
+    lower: str | None
+    upper: str | None
+
+    def read(self, activation: Activation) -> Breaks | None:
+        """Return the breakpoints of a module, or of a call that a trace recorded."""
+        values: dict[Any, Any] = {"min_val": -1.0, "max_val": 1.0}  # hardtanh's defaults
+        if isinstance(activation, nn.Module):
+            values |= vars(activation)
+        elif isinstance(activation, Node):
+            by_position = [name for name in (self.lower, self.upper) if name is not None]
+            values |= zip(by_position, activation.args, strict=False)
+            values |= activation.kwargs
+
+        low, high = values.get(self.lower), values.get(self.upper)
+        points = tuple(float(limit) for limit in (low, high) if limit is not None)
+        if not points:
+            return None
+        return Breaks(points, opens=low is not None, closes=high is not None)
+
+
+SMOOTH = (
+    "gelu",
+    "new_gelu",
+    "quick_gelu",
+    "fast_gelu",
+    "gelu_tanh",
+    "silu",
+    "swish",
+    "mish",
+    "glu",
+    "sigmoid",
+    "logsigmoid",
+    "tanh",
+    "tanhshrink",
+    "softplus",
+    "softsign",
+    "sin",
+)
+ACTIVATIONS: dict[str, Breaks | Limits | None] = {  # by torch's name of the function
     "relu": Breaks((0.0,)),
     "leaky_relu": Breaks((0.0,)),
     "prelu": Breaks((0.0,)),
@@ -115,15 +177,18 @@ FIXED = {
     "relu6": Breaks((0.0, 6.0), closes=True),
     "hardswish": Breaks((-3.0, 3.0), linear=False),
     "hardsigmoid": Breaks((-3.0, 3.0), closes=True),
+    "hardtanh": Limits("min_val", "max_val"),
+    "clamp": Limits("min", "max"),
+    "clip": Limits("min", "max"),
+    "clamp_min": Limits("min", None),
+    "clamp_max": Limits(None, "max"),
+    "threshold": Limits("threshold", None),
+    "srelu": None,  # its breakpoints are learned: the class has them
+    "softshrink": None,  # has breakpoints, which are not followed
+    "hardshrink": None,
+    **dict.fromkeys(SMOOTH),
 }
-LIMITS = {  # the arguments that are breakpoints, where a unit opens and where it closes
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-    "clip": ("min", "max"),
-    "clamp_min": ("min", None),
-    "clamp_max": (None, "max"),
-    "threshold": ("threshold", None),
-}
+BY_MODULE = {name.replace("_", ""): name for name in ACTIVATIONS}  # "leakyrelu": LeakyReLU
 
 
 def breaks(activation: Activation | None) -> Breaks | None:
@@ -139,33 +204,15 @@ def breaks(activation: Activation | None) -> Breaks | None:
         return None
     if isinstance(activation, SReLU):
         return Breaks(tuple(point.detach() for point in activation.breakpoints()))
-    name = _find_name(activation)
-    if name in LIMITS:
-        return _read_limits(activation, *LIMITS[name])
-    return FIXED.get(name)
+    entry = ACTIVATIONS.get(_find_name(activation))
+    return entry.read(activation) if isinstance(entry, Limits) else entry
 
 
 def _find_name(activation: Activation) -> str:
-    """Return torch's name of the function: "leaky_relu" for LeakyReLU, F.leaky_relu, x.relu_."""
+    """Return the table's name: "leaky_relu" for LeakyReLU, F.leaky_relu and x.relu_."""
     if isinstance(activation, Node):
         return activation.op
     if isinstance(activation, nn.Module):
-        name = type(activation).__name__.lower()
-        return "leaky_relu" if name == "leakyrelu" else name
+        kind = type(activation).__name__.lower()
+        return BY_MODULE.get(kind, kind)
     return getattr(activation, "__name__", "").strip("_")
-
-
-def _read_limits(activation: Activation, lower: str | None, upper: str | None) -> Breaks | None:
-    """Return the breakpoints of an activation that has them as arguments of these names."""
-    values: dict[Any, Any] = {"min_val": -1.0, "max_val": 1.0}  # hardtanh's defaults
-    if isinstance(activation, nn.Module):
-        values |= vars(activation)
-    elif isinstance(activation, Node):
-        by_position = [name for name in (lower, upper) if name is not None]
-        values |= zip(by_position, activation.args, strict=False)
-        values |= activation.kwargs
-    low, high = values.get(lower), values.get(upper)
-    points = tuple(float(limit) for limit in (low, high) if limit is not None)
-    if not points:
-        return None
-    return Breaks(points, opens=low is not None, closes=high is not None)

@@ -1,8 +1,11 @@
-"""Norms after layers: which are understood, what they subtract and divide by.
+"""The one table of norms: which there are, where their features are, what they compute.
 
-A boundary depends on what a norm computes. So a class that overrides its base, or features that
-are not the units, must be noticed: such a norm becomes `UnknownNorm`, and boundaries behind it
-have no distance.
+A boundary depends on what a norm subtracts and divides by. So a class that overrides its base, or
+features that are not the units, must be noticed: such a norm becomes `UnknownNorm`, and boundaries
+behind it have no distance.
+
+To teach the library a new norm, add it to `find_feature_dim`, and to `compute_moments` if it has
+no running statistics.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
+from geoparam.model.run import find_package
 from geoparam.norm import InputMeanNorm
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
+CHANNEL_NORMS = (BatchNorm, InstanceNorm)  # divide each channel by a scale of its own
+NORMS = (*CHANNEL_NORMS, nn.LayerNorm, nn.GroupNorm)
+FUNCTIONS = (
+    "batch_norm",
+    "layer_norm",
+    "group_norm",
+    "instance_norm",
+    "rms_norm",
+    "local_response_norm",
+)
 READ = ("torch", "torchvision", "timm", "geoparam")  # whose norms compute what their class says
 
-Terms = dict[str, Tensor | float]  # coefficients of pre-activations: see boundary.py
+Terms = dict[str, Tensor | float]  # coefficients of pre-activations: see analysis/boundary.py
 
 
 class UnknownNorm(nn.Module):
@@ -31,18 +45,22 @@ class Moments(NamedTuple):
     deviation: Tensor
 
 
+def is_frozen_batch_norm(norm: nn.Module) -> bool:
+    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2: constants alone."""
+    is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")
+    return is_named_so and set(norm._buffers) >= {"weight", "bias", "running_mean", "running_var"}
+
+
 def find_feature_dim(norm: Any, units: int, rank: int, positions: int) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
     None where the norm is not understood, or its features are not units. `positions` is that of a
     convolution, or 0.
     """
-    forward = type(norm).forward
-    home = (forward.__module__ or "").partition(".")[0]
-    if home not in READ or "forward" in vars(norm):  # a subclass may compute something else
+    if find_package(norm) not in READ:  # a subclass may compute something else
         return None
 
-    if forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
+    if type(norm).forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
         is_over_units = tuple(norm.normalized_shape) == (units,)
         return rank - 1 if is_over_units else None
     if isinstance(norm, nn.GroupNorm):
@@ -50,7 +68,7 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: int) -> int | 
         return 1 if norm.num_channels == units and not averages_points else None
     if isinstance(norm, BatchNorm | InstanceNorm | InputMeanNorm):
         features = norm.num_features
-    elif _is_always_frozen(norm):
+    elif is_frozen_batch_norm(norm):
         features = norm.running_mean.numel()
     else:
         return None
@@ -70,19 +88,13 @@ def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
     A model that evaluates is read as if all of its norms trained.
     """
     is_evaluating = model.training and not norm.training  # fine-tuning with fixed statistics
-    is_frozen = getattr(norm, "frozen", False) or _is_always_frozen(norm)
+    is_frozen = getattr(norm, "frozen", False) or is_frozen_batch_norm(norm)
     return has_running(norm) and not is_evaluating and not is_frozen
 
 
-def needs_batch(norm: nn.Module | None, model: nn.Module, batch: bool) -> bool:
+def needs_batch(norm: nn.Module, model: nn.Module, batch: bool) -> bool:
     """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
-    if norm is None:
-        return False
     return not has_running(norm) or (batch and uses_batch(norm, model))
-
-
-def _is_always_frozen(norm: nn.Module) -> bool:
-    return type(norm).__name__.startswith("FrozenBatchNorm")  # torchvision's
 
 
 def count_groups(norm: nn.Module | None, positions: int) -> int:
