@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.convert import RemovedNorm
 from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.input_mean_layers import InputMeanLayer, release
@@ -28,6 +27,7 @@ from geoparam.model.run import computes_as, refuse_non_model
 from geoparam.model.trace import record_run
 from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
+from geoparam.removed_norm import RemovedNorm
 
 log = logging.getLogger("geoparam")
 

@@ -50,8 +50,9 @@ class Call:
 class Graph:
     """The steps of one run, in their order."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], dropped: Iterable[int] = ()) -> None:
         self.nodes = tuple(nodes)
+        self.dropped = frozenset(dropped)  # steps whose results go through dropout in training
         self._calls: dict[str, list[int]] = {}
         users: list[dict[int, None]] = [{} for _ in nodes]  # a set in order
         for index, node in enumerate(nodes):
