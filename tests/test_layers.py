@@ -379,8 +379,8 @@ CALLS = {
     "input mean": (InputMeanConv2d(**SIZES), 27),
     "angles": (GmPConv2d(**SIZES), 21),
     "angles, input mean": (GmPConv2d(**SIZES, input_norm=True), 36),
-    "intrinsic": (GmPConv2d(**SIZES, coordinates="intrinsic"), 32),
-    "intrinsic, input mean": (GmPConv2d(**SIZES, coordinates="intrinsic", input_norm=True), 47),
+    "intrinsic": (GmPConv2d(**SIZES, coordinates="intrinsic"), 26),
+    "intrinsic, input mean": (GmPConv2d(**SIZES, coordinates="intrinsic", input_norm=True), 41),
 }
 
 
