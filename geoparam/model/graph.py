@@ -1,16 +1,13 @@
 """The steps of one run of a model, as `trace` records them, and questions about them.
 
-`Graph.calls` says what follows a layer up to its activation, `Graph.receivers` which layers read
-it next, and in which order of channels.
+`Graph.calls` says what follows a layer up to its activation.
 """
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 WEIGHTED = ("layer", "embedding")
 
@@ -29,9 +26,6 @@ class Node:
     shape: torch.Size = field(default_factory=torch.Size)
     channel: int | None = None  # where a layer has its channels, from the end
     is_call: bool = False  # of a module; a function may use a module's weight too
-    func: Callable | None = None  # a function's call without its tensor, if it takes just one
-    args: tuple = ()
-    kwargs: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,37 +88,6 @@ class Graph:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
         return [self._call(index) for index in self._layer_calls(layer)]
 
-    def receivers(self, layer: str) -> dict[str, Tensor]:
-        """Return for each next layer which channel of `layer` each of its input channels carries.
-
-        ValueError where one factor per channel does not pass: sums, norms, activations, max
-        pooling, the output, a next layer that mixes the channels or is used for other inputs too.
-        """
-        received: dict[str, Tensor] = {}
-        reached: dict[str, list[int]] = {}
-        stack = [(i, _number_channels(self.nodes[i])) for i in self._layer_calls(layer)]
-        while stack:
-            here, channels = stack.pop()
-            if not self.users[here]:
-                raise ValueError(f"no step is seen to read what comes from {layer!r}")
-            for user in self.users[here]:
-                node = self.nodes[user]
-                passed = _carry(node, channels)
-                if passed is None:
-                    step = f"{node.op} {node.name or ''}".strip()
-                    raise ValueError(f"the sign of {layer!r} cannot be moved past {step}")
-                if node.kind != "layer":
-                    stack.append((user, passed))
-                    continue
-                name = node.name or ""
-                reached.setdefault(name, []).append(user)
-                if not torch.equal(received.setdefault(name, passed), passed):
-                    raise ValueError(f"{name!r} gets the channels of {layer!r} in several orders")
-        for name, calls in reached.items():
-            if name == layer or sorted(calls) != self._calls[name]:
-                raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
-        return received
-
     def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
         if not calls:
@@ -186,43 +149,3 @@ class Graph:
             if len(self.users[index]) != 1 or not has_channels_in_dim_1:
                 return False
         return True
-
-
-def _number_channels(node: Node) -> Tensor:
-    """Return a tensor of the node's shape that holds each element's channel number."""
-    channel = -1 if node.channel is None else node.channel
-    numbers = torch.arange(node.shape[channel]).reshape(-1, *[1] * (-1 - channel))
-    return numbers.expand(node.shape).contiguous()
-
-
-def _carry(node: Node, channels: Tensor) -> Tensor | None:
-    """Pass channel numbers through one step; None where a sign per channel does not pass.
-
-    Views are applied to the numbers themselves, so that any reshape is followed exactly.
-    """
-    if len(set(node.inputs)) != 1:
-        return None
-    if node.kind == "layer" and node.channel is not None:
-        return _drop_constant_dims(channels.movedim(node.channel, 0), 1)
-    if node.kind == "view" and node.func is not None:
-        return node.func(channels, *node.args, **node.kwargs).contiguous()
-    if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
-        return channels if channels.shape == node.shape else None
-    if node.op == "mean" and node.func is not None:
-        kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
-        low = torch.amin(channels, *node.args, **kwargs)
-        high = torch.amax(channels, *node.args, **kwargs)
-        return low if torch.equal(low, high) else None
-    pool = re.search(r"pool(\d)d$", node.op)
-    if node.kind == "average" and pool is not None:
-        dims = int(pool[1])
-        pooled = _drop_constant_dims(channels, channels.ndim - dims)
-        if pooled is not None:
-            return pooled[(...,) + (None,) * dims].expand(node.shape)
-    return None
-
-
-def _drop_constant_dims(channels: Tensor, dims: int) -> Tensor | None:
-    """Return `channels` without the dimensions from `dims` on; None if it varies along them."""
-    flat = channels.reshape(*channels.shape[:dims], -1)
-    return flat[..., 0] if bool((flat == flat[..., :1]).all()) else None
