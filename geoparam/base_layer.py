@@ -303,18 +303,17 @@ class GmPLayer(nn.Module):
                 "the input's mean cannot go into a bias: zeros are padded to the centred input. "
                 "Use input_norm=True, or fold the model."
             )
-        mean = None if self.input_norm is None else self.input_norm.running_mean
-        return self.build_plain(*self._fold(self.r, mean))
+        return self.build_plain(*self._fold(self.r))
 
     @torch.no_grad()
-    def _fold(self, scale: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the plain layer's weight and bias, for a scale inside and a mean of the input."""
+    def _fold(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the plain layer's weight and bias, with a scale inside and the input's mean."""
         weight = self._rows(scale).view(self.weight_shape)
         bias: Tensor | None = self.lam
         if bias is not None and scale is not None:
             bias = scale * bias
-        if mean is not None:
-            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        if self.input_norm is not None and not self._centres_borders:
+            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
         return weight, bias
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:

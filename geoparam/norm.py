@@ -67,7 +67,7 @@ class TrackedMean(nn.Module):
         self.check_input(x)
         if not self.uses_batch:
             # Autograd keeps what it gets, and a later batch changes the buffer in place.
-            needs_copy = torch.is_grad_enabled() and not torch.jit.is_tracing()
+            needs_copy = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
             return self.running_mean.clone() if needs_copy else self.running_mean
         if x.ndim == 1:
             x = x.unsqueeze(0)

@@ -35,7 +35,7 @@ class RemovedNorm(nn.Sequential):
     def offset_learns(self) -> bool:
         """Return whether the layer trains the offset that it took over from the norm."""
         layer: Any = self.layer
-        offset = layer.lam if isinstance(layer, GmPLayer) else layer.bias
+        offset: Any = layer.lam if isinstance(layer, GmPLayer) else layer.bias
         return offset.requires_grad
 
     def follow(self, layer: nn.Module) -> "RemovedNorm":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.arguments import check_flag
-from geoparam.model.run import arguments_of, call, refuse_non_model, why_not_callable
+from geoparam.model.run import arguments_of, call, refuse_non_model
 from geoparam.norm import TrackedMean
 from geoparam.removed_norm import find_removed_norms
 
@@ -33,7 +33,6 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
             DataLoader yields it, whose first entry is the input; a tensor or mapping alone is one.
-            What a tuple has beyond what forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -99,13 +98,9 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
-    """Run the model on a batch, without labels and whatever else forward does not take."""
-    if isinstance(batch, tuple | list):
-        counts = range(1, len(batch) + 1)
-        if isinstance(batch, tuple):  # as many arguments as forward takes; of a list, as few
-            counts = counts[::-1]
-        fitting = (n for n in counts if not why_not_callable(model, *batch[:n]))
-        batch = batch[: next(fitting, len(batch))]
+    """Run the model on a batch; of a list, which DataLoader yields with labels, on its first."""
+    if isinstance(batch, list):
+        batch = batch[:1]
     args, kwargs = arguments_of(model, batch)
     call(model, args, kwargs)
 

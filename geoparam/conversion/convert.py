@@ -322,25 +322,20 @@ class _Builder:
     def build(self, candidate: Candidate, decision: Decision, norm: nn.Module | None) -> nn.Module:
         """Return the layer that takes the place of an old one, and of the norm it absorbs."""
         weight, bias = candidate.read()
-        keeps_function = self.init is None and not weight.is_meta
-        is_centred = self.init is None and norm is not None and bool(decision.input_norm)
-        mean = self.means.get(decision.name) if is_centred else None
-
-        gain, new_bias = None, bias
-        if norm is not None and keeps_function:
-            gain, new_bias = absorb_norm(bias, norm)
-            if mean is not None:  # the layer will subtract w^T m, of m in its own type
-                new_bias = new_bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+        mean = None
+        if self.init is None and norm is not None and decision.input_norm:
+            mean = self.means.get(decision.name)
 
         if decision.weights == "plain":
             new = adopt(candidate.module, self.momentum, centred=bool(decision.input_norm))
             offset, tracked = new.bias, new
-            self._set_plain(new, gain, new_bias)
         else:
             new = self._build_geometric(candidate, decision)
             offset, tracked = new.lam, new.input_norm
-            if keeps_function:
-                new._set_affine(weight, new_bias, gain)
+        if self.init is None and not weight.is_meta:
+            _set_function(new, weight, bias, norm, mean)
+        elif decision.weights == "plain" and self.init is not None:
+            _draw_plain(new, self.init)
 
         if norm is not None:
             offset.requires_grad_(learns_offset(bias, norm))
@@ -379,14 +374,28 @@ class _Builder:
             layer.transposed = True
         return layer
 
-    def _set_plain(self, layer: Any, gain: Tensor | None, bias: Tensor | None) -> None:
-        """Write new values into a plain layer's own Parameters."""
-        weight = layer.weight
-        if self.init is not None:
-            place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-            rows = draw(len(weight), weight[0].numel(), self.init, **place)
-            weight.copy_(rows.view(weight.shape))
-            layer.bias.zero_()
-        elif gain is not None and bias is not None:
-            weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
-            layer.bias.copy_(bias)
+
+def _set_function(
+    new: Any, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, mean: Tensor | None
+) -> None:
+    """Let a new layer compute what the old one did, and the norm after it."""
+    gain = None
+    if norm is not None:
+        gain, bias = absorb_norm(bias, norm)
+        if mean is not None:  # the layer will subtract w^T m, of m in its own type
+            bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+
+    if isinstance(new, GmPLayer):
+        new._set_affine(weight, bias, gain)
+    elif gain is not None:
+        new.weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
+        new.bias.copy_(bias)
+
+
+def _draw_plain(new: Any, init: Init) -> None:
+    """Draw new values into a plain layer's own Parameters."""
+    weight = new.weight
+    place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    rows = draw(len(weight), weight[0].numel(), init, **place)
+    weight.copy_(rows.view(weight.shape))
+    new.bias.zero_()

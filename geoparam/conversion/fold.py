@@ -160,12 +160,9 @@ def _read_plain(name: str, layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the plain layer's weight and bias."""
     if isinstance(layer, InputMeanLayer):
         return layer.fold()
-    if not isinstance(layer, GmPLayer):
-        return layer.weight, layer.bias
-
-    centres_bias = layer.input_norm is not None and not layer._centres_borders
-    mean = layer.input_norm.running_mean if centres_bias else None
-    return layer._fold(layer.r if _has_r_inside(name, layer) else None, mean)
+    if isinstance(layer, GmPLayer):
+        return layer._fold(layer.r if _has_r_inside(name, layer) else None)
+    return layer.weight, layer.bias
 
 
 def _has_r_inside(name: str, layer: GmPLayer) -> bool:
@@ -201,7 +198,7 @@ def _build_scale(layer: GmPLayer) -> nn.Module:
     out, r = layer.weight_shape[0], layer.r.detach()
     scale: Any
     if len(layer.weight_shape) > 2:
-        scale = layer._plain(out, out, 1, groups=out, bias=False, device="meta")  # type: ignore[call-arg]
+        scale = layer._plain(out, out, 1, groups=out, bias=False, device="meta")
         values = r.view(scale.weight.shape)
     else:
         scale = nn.Linear(out, out, bias=False, device="meta")

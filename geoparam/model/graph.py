@@ -3,7 +3,7 @@
 `Graph.calls` says what follows a layer up to its activation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +26,9 @@ class Node:
     shape: torch.Size = field(default_factory=torch.Size)
     channel: int | None = None  # where a layer has its channels, from the end
     is_call: bool = False  # of a module; a function may use a module's weight too
+    func: Callable | None = None  # a function's call without its tensor, if it takes just one
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,12 @@ class _Recorder(TorchFunctionMode):
 
         # A division with rounding is not linear.
         op = "round" if kwargs.get("rounding_mode") else _op(func)
-        self.record(self.classify(op, read), read, result)
+        node = self.classify(op, read)
+        options = {name: value for name, value in kwargs.items() if name != "input"}
+        first = args[0] if args else kwargs.get("input")
+        if len(read) == 1 and read[0].tensor is first:
+            node = replace(node, func=func, args=args[1:], kwargs=options)
+        self.record(node, read, result)
         return result
 
     def note_reads(self, func: Callable, tensors: Sequence[Tensor], result: object) -> None:
