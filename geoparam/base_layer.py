@@ -7,7 +7,6 @@ layer is given its activation g: u is a unit vector, lam the signed distance of 
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -304,18 +303,17 @@ class GmPLayer(nn.Module):
                 "the input's mean cannot go into a bias: zeros are padded to the centred input. "
                 "Use input_norm=True, or fold the model."
             )
-        mean = None if self.input_norm is None else self.input_norm.running_mean
-        return self.build_plain(*self._fold(self.r, mean))
+        return self.build_plain(*self._fold(self.r))
 
     @torch.no_grad()
-    def _fold(self, scale: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the plain layer's weight and bias, for a scale inside and a mean of the input."""
+    def _fold(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the plain layer's weight and bias, with a scale inside and the input's mean."""
         weight = self._rows(scale).view(self.weight_shape)
         bias: Tensor | None = self.lam
         if bias is not None and scale is not None:
             bias = scale * bias
-        if mean is not None:
-            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        if self.input_norm is not None and not self._centres_borders:
+            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
         return weight, bias
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
@@ -379,21 +377,27 @@ class GmPLayer(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save as torch does, and note the shape of the plain weight, which rows do not tell."""
+        """Save as torch does, and note for `fold_state_dict` what the entries do not tell."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
             note = {
                 "weight_shape": list(self.weight_shape),
                 "transposed": getattr(self, "transposed", False),
+                "centres_borders": self._centres_borders,
             }
             metadata[prefix[:-1]].update(note)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        if self.input_norm is not None and self.input_norm_form is True and self._pads_zeros:
-            _check_version(prefix.rstrip("."), local_metadata.get("version"))
+        is_old = local_metadata.get("version", 2) < 2
+        if is_old and self.input_norm_form is True and self._pads_zeros:
+            raise ValueError(
+                f"{prefix.rstrip('.') or 'the layer'} was saved with input_norm=True by version "
+                "0.1, where it was the border form. Set layer.input_norm_form = 'border' before "
+                "loading, or 'bias' for a layer of convert_ without init."
+            )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
@@ -423,20 +427,6 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
         raise ValueError(
             f"input_norm is False, True, 'bias' or 'border'; got {options.input_norm!r}."
         )
-
-
-def _check_version(name: str, version: int | None) -> None:
-    """Refuse a state in which input_norm=True meant something else; warn if it has no version."""
-    message = (
-        f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
-        "the border form up to version 1 of the layers' state, and is the bias form now. {} "
-        "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
-        "True then, or 'bias' for one of today or of convert_ without init."
-    )
-    if version is None:
-        warnings.warn(message.format("This state dict has no version."), stacklevel=2)
-    elif version < 2:
-        raise ValueError(message.format(f"This state dict has version {version}."))
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

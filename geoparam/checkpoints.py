@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,7 +179,7 @@ def _fold_layer(name: str, parts: Parts, state: State, shapes: Shapes | None) ->
         weight = _reshape(weight_key, rows, shapes)
     bias = r * wide(parts["lam"]) if "lam" in parts else None
     if _MEAN in parts:
-        _check_mean(name, weight, parts[_MEAN])
+        _check_mean(name, weight, parts[_MEAN], _read_note(name, state).get("centres_borders"))
         bias = shift_bias(bias, weight, wide(parts[_MEAN]))
 
     types = [x.dtype for part, x in parts.items() if part in _PARAMETERS]
@@ -201,10 +202,14 @@ def _find_weight_key(name: str, rows: Tensor, state: State, shapes: Shapes | Non
     return packed if last == "in_proj" and is_packed else _join(name, "weight")
 
 
+def _read_note(name: str, state: State) -> Mapping[str, Any]:
+    """Return what a layer noted when it was saved; nothing where the metadata is lost."""
+    return getattr(state, "_metadata", {}).get(name, {})
+
+
 def _reshape_as_noted(name: str, rows: Tensor, state: State) -> Tensor:
     """Bring rows (out, n) into the shape that the layer noted when it was saved."""
-    metadata = getattr(state, "_metadata", {})
-    note = metadata.get(name, {})
+    note = _read_note(name, state)
     shape = note.get("weight_shape", rows.shape)
     if len(shape) < 2 or (shape[0], math.prod(shape[1:])) != rows.shape:
         raise ValueError(
@@ -247,13 +252,20 @@ def _has_transposed(shapes: Shapes) -> bool:
     return False
 
 
-def _check_mean(name: str, weight: Tensor, mean: Tensor) -> None:
-    """Refuse a mean that may be subtracted before zeros are padded."""
-    if weight.ndim != 2 or weight.shape[1] != len(mean):
+def _check_mean(name: str, weight: Tensor, mean: Tensor, centres_borders: bool | None) -> None:
+    """Refuse a mean that is, or may be, subtracted before zeros are padded."""
+    if weight.ndim == 2 and weight.shape[1] == len(mean):
+        return
+    if centres_borders is None:
         raise ValueError(
             f"{name!r} is a convolution that centres its input, and the checkpoint does not tell "
-            "whether before or after zeros are padded: build the model as it was trained, load "
-            "the checkpoint into it and call geoparam.fold_."
+            "whether before or after zeros are padded: fold model.state_dict() itself, whose "
+            "metadata does, or load the checkpoint into the model and call geoparam.fold_."
+        )
+    if centres_borders:
+        raise ValueError(
+            f"{name!r} pads zeros to a centred input, which no bias does: load the checkpoint "
+            "into the model and call geoparam.fold_."
         )
 
 

@@ -102,7 +102,7 @@ class Intrinsic(Coordinates):
         if functional.can_use_function(d, r):
             rows = _Rows.apply(d, r)
         else:
-            rows = _scale_rows(d, r, _length(d))
+            rows = d * _divide(None if r is None else r.unsqueeze(-1), _length(d))
         return rows.to(dtype or functional.result_type(stored, r))
 
     def retract_(self, stored: Tensor) -> None:
@@ -111,29 +111,45 @@ class Intrinsic(Coordinates):
 
 
 class _Rows(torch.autograd.Function):
-    """r d / ||d|| with a backward pass in half the calls of autograd's."""
+    """r d / ||d|| with a backward pass in a third of the calls of autograd's."""
 
     @staticmethod
     def forward(ctx: Any, d: Tensor, r: Tensor | None) -> Tensor:
         length = _length(d)
-        ctx.save_for_backward(d, r, length)
-        return _scale_rows(d, r, length)
+        column = None if r is None else r.unsqueeze(-1)
+        ctx.save_for_backward(d, r, column, length)
+        return d * _divide(column, length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (r / ||d||) (g - u u^T g) and u^T g."""
-        d, r, length = ctx.saved_tensors
+        d, r, column, length = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives need its graph
             length = _length(d)
+            column = None if r is None else r.unsqueeze(-1)
+        elif _has_kernel(grad, d, r):
+            # torch's weight_norm is the same map, and its kernel the same formula.
+            grad_d, grad_r = torch.ops.aten._weight_norm_interface_backward.default(
+                grad.contiguous(), d.contiguous(), column.contiguous(), length, 0
+            )
+            return grad_d, grad_r.squeeze(-1)
+
         u = d / length
         along = (grad * u).sum(-1, keepdim=True)
         tangent = torch.addcmul(grad, u, along, value=-1)
-        return _scale_rows(tangent, r, length), None if r is None else along.squeeze(-1)
+        return tangent * _divide(column, length), None if r is None else along.squeeze(-1)
 
 
-def _scale_rows(rows: Tensor, r: Tensor | None, length: Tensor) -> Tensor:
-    """Return (r / length) times the rows."""
-    return rows * (length.reciprocal() if r is None else r.unsqueeze(-1) / length)
+def _has_kernel(grad: Tensor, d: Tensor, r: Tensor | None) -> bool:
+    """Return whether torch's kernel serves these devices and types."""
+    if r is None or not grad.dtype == d.dtype == r.dtype:
+        return False
+    return d.device.type in ("cpu", "cuda") and functional.can_use_function(grad)
+
+
+def _divide(column: Tensor | None, length: Tensor) -> Tensor:
+    """Return r / ||d|| as a column, or 1 / ||d|| without r."""
+    return length.reciprocal() if column is None else column / length
 
 
 class Sign(Coordinates):

@@ -142,14 +142,12 @@ class _GmPConv(GmPLayer):
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
-        for name, count in (("in", in_channels), ("out", out_channels)):
-            check_count(f"{name}_channels", count)
-        check_count("groups", groups)
-        _check_sizes("kernel_size", kernel_size, self._rank)
-        _check_sizes("stride", stride, self._rank)
-        _check_sizes("dilation", dilation, self._rank)
+        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        for name, count in counts.items():
+            check_count(name, count)
+        _check_sizes(self._rank, kernel_size=kernel_size, stride=stride, dilation=dilation)
         if not isinstance(padding, str):
-            _check_sizes("padding", padding, self._rank, least=0)
+            _check_sizes(self._rank, least=0, padding=padding)
 
         # torch's layer checks the rest, and its attributes are what _conv_forward reads.
         plain: Any = self._plain
@@ -227,13 +225,14 @@ class GmPConv3d(_GmPConv):
     _plain, _rank = nn.Conv3d, 3
 
 
-def _check_sizes(name: str, sizes: Any, rank: int, least: int = 1) -> None:
-    """Raise unless it is a whole number, or one for each of `rank` dimensions."""
-    listed = sizes if isinstance(sizes, tuple | list) else [sizes] * rank
-    if len(listed) != rank:
-        raise ValueError(f"{name} is one number or {rank} of them; got {sizes}.")
-    for size in listed:
-        check_count(name, size, least)
+def _check_sizes(rank: int, least: int = 1, **sizes: Any) -> None:
+    """Raise unless each is a whole number, or one for each of `rank` dimensions."""
+    for name, given in sizes.items():
+        listed = given if isinstance(given, tuple | list) else [given] * rank
+        if len(listed) != rank:
+            raise ValueError(f"{name} is one number or {rank} of them; got {given}.")
+        for size in listed:
+            check_count(name, size, least)
 
 
 def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) -> Layer:
@@ -250,24 +249,34 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
 
 def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
     """Return a new layer with the sizes, type, mode, flags and attributes of a torch.nn layer."""
-    has_bias, weight = plain.bias is not None, plain.weight
+    weight, has_bias = plain.weight, plain.bias is not None
     arguments: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
-    arguments |= {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
-    layer = kind(**{**arguments, **options})
+    place = {"device": weight.device, "dtype": weight.dtype}
+    layer = kind(**{**arguments, "bias": has_bias, **place, **options})
 
+    trains_weight = is_trained(plain, "weight")
     for name, parameter in layer.named_parameters():
-        source = "bias" if name == "lam" and has_bias else "weight"
-        parameter.requires_grad_(is_trained(plain, source))
+        is_bias = name == "lam" and has_bias
+        parameter.requires_grad_(is_trained(plain, "bias") if is_bias else trains_weight)
+    _keep_attributes(layer, plain)
+    return layer.train(plain.training)
 
-    # A user's attributes are kept; those whose names are ours come back with folding.
-    attributes = vars(plain)
-    extra = {key: value for key, value in attributes.items() if not hasattr(layer, key)}
-    of_torch = vars(layer._new_plain("meta", weight.dtype, has_bias))
-    known = {*of_torch, *extra, "weight", "bias"}
-    hidden = {k: v for k, v in attributes.items() if k not in known and not k.startswith("_")}
+
+def _keep_attributes(layer: GmPLayer, plain: nn.Module) -> None:
+    """Give a layer what a user has set on the torch.nn layer, and note it for folding.
+
+    Attributes with a name that our layer uses itself only come back with folding.
+    """
+    new_plain = layer._new_plain("meta", layer.r.dtype, bias=True)
+    set_by_torch = {*vars(new_plain), "weight", "bias"}
+    extra, hidden = {}, {}
+    for key, value in vars(plain).items():
+        if not hasattr(layer, key):
+            extra[key] = value
+        elif key not in set_by_torch and not key.startswith("_"):
+            hidden[key] = value
     layer.__dict__.update(extra, _extra=tuple(extra), _hidden=hidden)
     layer._made_from = type_before_parametrizations(plain)
-    return layer.train(plain.training)
 
 
 def is_trained(plain: nn.Module, name: str) -> bool:

@@ -66,7 +66,9 @@ class TrackedMean(nn.Module):
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
         self.check_input(x)
         if not self.uses_batch:
-            return self.running_mean
+            # Autograd keeps what it gets, and a later batch changes the buffer in place.
+            needs_copy = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+            return self.running_mean.clone() if needs_copy else self.running_mean
         if x.ndim == 1:
             x = x.unsqueeze(0)
         if self.is_shared:

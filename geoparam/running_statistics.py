@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.arguments import check_flag
-from geoparam.model.run import arguments_of, call, refuse_non_model, why_not_callable
+from geoparam.model.run import arguments_of, call, refuse_non_model
 from geoparam.norm import TrackedMean
+from geoparam.removed_norm import find_removed_norms
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,7 +33,6 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
             DataLoader yields it, whose first entry is the input; a tensor or mapping alone is one.
-            What a tuple has beyond what forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -97,13 +98,9 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
-    """Run the model on a batch, without labels and whatever else forward does not take."""
-    if isinstance(batch, tuple | list):
-        counts = range(1, len(batch) + 1)
-        if isinstance(batch, tuple):  # as many arguments as forward takes; of a list, as few
-            counts = counts[::-1]
-        fitting = (n for n in counts if not why_not_callable(model, *batch[:n]))
-        batch = batch[: next(fitting, len(batch))]
+    """Run the model on a batch; of a list, which DataLoader yields with labels, on its first."""
+    if isinstance(batch, list):
+        batch = batch[:1]
     args, kwargs = arguments_of(model, batch)
     call(model, args, kwargs)
 
@@ -158,7 +155,8 @@ def freeze_means_(model: Model, freeze: bool = True) -> Model:
 
     This is a setting of the modules, as `training` is: copies have it, `model.train()` keeps it,
     and a state dict does not hold it. After loading a checkpoint into a new model, call it again.
-    `recalibrate_` recomputes frozen means. BatchNorms in the model are not touched.
+    `recalibrate_` recomputes frozen means. BatchNorms in the model are not touched: those that
+    would use the batch are named in a warning.
 
     Args:
         model: A model with mean normalization: `InputMeanNorm`, `MeanOnlyBatchNorm`, layers with
@@ -175,11 +173,40 @@ def freeze_means_(model: Model, freeze: bool = True) -> Model:
     refuse_non_model(model, "freeze_means_(model)")
     check_flag("freeze", freeze)
     norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
-    if not norms:
+    if not norms and not find_removed_norms(model):
         raise ValueError(
             "this model has no mean normalization to freeze. Call it after convert_(norm='imn'); "
-            "after norm='fold' nothing depends on the batch, and a BatchNorm has eval()."
+            "a BatchNorm has eval()."
         )
     for norm in norms:
         norm.frozen = freeze
+    if freeze:
+        _warn_of_batch_users(model)
     return model
+
+
+def _warn_of_batch_users(model: nn.Module) -> None:
+    """Name the norms that still use the batch; one that is held in evaluation mode does not."""
+    users = []
+    for name in find_batch_users(model):
+        norm: Any = model.get_submodule(name)
+        is_held = model.training and not norm.training and norm.running_mean is not None
+        if not is_held:
+            users.append(name)
+    if users:
+        warnings.warn(
+            f"the means are frozen, but {len(users)} other norms use the batch in training, "
+            f"{users[0]!r} first. Call eval() on them after each model.train().",
+            stacklevel=3,
+        )
+
+
+def find_batch_users(model: nn.Module) -> list[str]:
+    """Return the names of the modules that use the batch's statistics in training."""
+    users = []
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) or (
+            isinstance(module, TrackedMean) and not module.frozen
+        ):
+            users.append(name)
+    return users

@@ -140,11 +140,29 @@ def test_absorbed_norms_are_explained() -> None:
         fold_state_dict(model.state_dict(), conv_net().state_dict())
 
 
-@pytest.mark.parametrize("like", (None, nn.Conv2d(3, 4, 3, padding=1).state_dict()))
-def test_convolutions_that_centre_their_input_are_refused(like: dict | None) -> None:
-    layer = gp.GmPConv2d(3, 4, 3, padding=1, input_norm=True)
+PADDED = nn.Conv2d(3, 4, 3, padding=1)
+
+
+def centred_conv(form: bool | str) -> tuple[nn.Module, torch.Tensor]:
+    layer, x = gp.GmPConv2d(3, 4, 3, padding=1, input_norm=form), torch.randn(2, 3, 5, 5) + 1
+    layer(x)
+    return layer, x
+
+
+@pytest.mark.parametrize("like", (None, PADDED.state_dict()))
+def test_a_padded_convolution_that_centres_its_input_folds_by_its_metadata(like) -> None:  # noqa: ANN001
+    layer, x = centred_conv(True)
+    plain = copy.deepcopy(PADDED)
+    plain.load_state_dict(fold_state_dict(layer.state_dict(), like))
+    assert gp.verify(layer, plain, x) < 1e-5
+
+
+@pytest.mark.parametrize("like", (None, PADDED.state_dict()))
+def test_convolutions_that_may_centre_their_borders_are_refused(like) -> None:  # noqa: ANN001
+    with pytest.raises(ValueError, match="'' pads zeros to a centred input"):
+        fold_state_dict(centred_conv("border")[0].state_dict(), like)
     with pytest.raises(ValueError, match="'' is a convolution that centres its input"):
-        fold_state_dict(layer.state_dict(), like)
+        fold_state_dict(dict(centred_conv(True)[0].state_dict()), like)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geoparam import GmPLinear, retract
+from geoparam import GmPLinear, coordinates, retract
 from geoparam.coordinates import Intrinsic
 
 DOUBLE = {"dtype": torch.float64}
@@ -80,3 +80,24 @@ def test_retraction_keeps_the_function() -> None:
     retract(model)()
     torch.testing.assert_close(model[0].unit.norm(dim=1), lengths)
     torch.testing.assert_close(model(x), drifted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("n", [2, 27, 4608])
+def test_torchs_kernel_gives_the_gradient_of_the_formula(
+    n: int, dtype: torch.dtype, bound: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, r, g = case(8, n, dtype, device)
+    d = d / d.norm(dim=1, keepdim=True)
+    d[0] = 0
+    d.requires_grad_(), r.requires_grad_()
+    by_kernel = torch.autograd.grad(weight(d, r), (d, r), g)
+    monkeypatch.setattr(coordinates, "_has_kernel", lambda *_: False)
+    by_formula = torch.autograd.grad(weight(d, r), (d, r), g)
+
+    for one, other in zip(by_kernel, by_formula, strict=True):
+        assert one.isfinite().all() and one.shape == other.shape
+    scale = g.norm() * r.abs().max()
+    assert ((by_kernel[0] - by_formula[0])[1:].abs().max() / scale).item() <= bound
+    assert ((by_kernel[1] - by_formula[1]).abs().max() / g.norm()).item() <= bound

@@ -1,6 +1,6 @@
 """Mean normalization: what is subtracted, what is remembered."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -131,12 +131,18 @@ def test_recalibrated_statistics_are_plain_averages(kind: str, training: bool) -
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("form", [list, tuple, lambda pair: {"input": pair[0]}])
-def test_recalibration_takes_what_loaders_yield(form: Callable) -> None:
-    x = torch.randn(4, 3)
-    norm = nn.BatchNorm1d(3)
-    batches = [form((x, torch.zeros(4)))]
-    torch.testing.assert_close(recalibrate_(norm, batches).running_mean, x.mean(dim=0))
+X = torch.randn(4, 3)
+
+
+@pytest.mark.parametrize("batch", [X, [X, torch.zeros(4)], (X,), {"input": X}])
+def test_recalibration_takes_what_loaders_yield(batch: Any) -> None:
+    norm = recalibrate_(nn.BatchNorm1d(3), [batch])
+    torch.testing.assert_close(norm.running_mean, X.mean(dim=0))
+
+
+def test_a_tuple_is_the_arguments_of_one_call_in_recalibration_too() -> None:
+    with pytest.raises(ValueError, match=r"of a batch \(x, y\) give x alone"):
+        recalibrate_(nn.BatchNorm1d(3), [(X, torch.zeros(4))])
 
 
 def test_recalibration_without_norms_or_batches_is_refused() -> None:

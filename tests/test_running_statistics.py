@@ -57,6 +57,18 @@ def test_frozen_training_computes_what_evaluation_does(build, shape) -> None:  #
 
 
 @kinds
+def test_a_later_batch_leaves_the_graph_of_an_evaluation_alone(build, shape) -> None:  # noqa: ANN001
+    model, x = trained(build, shape), torch.randn(shape, requires_grad=True)
+    gradients = []
+    for also_trains in (False, True):
+        evaluated = model.eval()(x).sin().sum()
+        if also_trains:
+            model.train()(x)
+        gradients.append(torch.autograd.grad(evaluated, x)[0])
+    assert torch.equal(*gradients)
+
+
+@kinds
 def test_copies_stay_frozen_and_a_state_dict_does_not_say_it(build, shape) -> None:  # noqa: ANN001
     model, x = gp.freeze_means_(trained(build, shape)), torch.randn(shape)
     expected = model(x)
@@ -111,6 +123,34 @@ def test_analysis_reads_a_frozen_norm_by_its_running_mean() -> None:
 def test_folding_forgets_that_means_were_frozen() -> None:
     model = gp.freeze_means_(trained(*KINDS["InputMeanConv2d"]))
     assert "frozen" not in vars(gp.fold_(model)[0])
+
+
+def batchnorm_net() -> nn.Module:
+    layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1)]
+    return trained(lambda: nn.Sequential(*layers), IMAGES)
+
+
+@pytest.mark.parametrize("norm", ["imn", "fold"])
+@pytest.mark.parametrize("weights", ["plain", "geometric"])
+def test_a_converted_model_without_means_has_nothing_to_freeze(norm: str, weights: str) -> None:
+    model = batchnorm_net()
+    gp.convert_(model, norm=norm, weights=weights, example_inputs=torch.randn(IMAGES))
+    for freeze in (True, False):
+        assert gp.freeze_means_(model, freeze) is model
+
+
+def test_norms_that_go_on_using_the_batch_are_named() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), gp.InputMeanNorm(3)).eval()
+    message = r"1 other norms use the batch in training, '0' first. Call eval\(\)"
+    with pytest.warns(UserWarning, match=message):
+        gp.freeze_means_(model)
+    gp.freeze_means_(model, freeze=False)
+
+    model.train()[0].eval()
+    gp.freeze_means_(model)  # a warning would be an error
+    model[0].running_mean = None  # it uses the batch in evaluation too
+    with pytest.warns(UserWarning, match=message):
+        gp.freeze_means_(model)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ whatever follows it.
 """
 
 import logging
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,42 +44,11 @@ from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linea
 from geoparam.model.trace import Filter, record_run
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
+from geoparam.removed_norm import RemovedNorm, find_removed_norms
 
 log = logging.getLogger("geoparam")
 
 LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
-
-
-class RemovedNorm(nn.Module):
-    """The place of a BatchNorm that a layer has absorbed: it passes its input on.
-
-    It keeps the norm and the layer outside of the model's state, so that folding can put a norm
-    back. The norm's child modules still run: timm's norms hold their activation.
-    """
-
-    norm: nn.Module
-    layer: nn.Module
-    offset_learned: bool | None = None  # at the conversion
-
-    def __init__(self, norm: nn.Module, old: nn.Module, new: nn.Module) -> None:
-        super().__init__()
-        for name, child in norm.named_children():
-            self.add_module(name, child)
-        # Not registered: the norm and the layer are no part of this module's state.
-        self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
-        self.layer_type = old.weight.dtype
-        self.offset_learned = self.offset_learns()
-
-    def offset_learns(self) -> bool:
-        """Return whether the layer trains the offset that it took over from the norm."""
-        offset: Any = self.layer.lam if isinstance(self.layer, GmPLayer) else self.layer.bias
-        return offset.requires_grad
-
-    def forward(self, input: Tensor) -> Tensor:  # torch's name for it
-        for child in self._modules.values():  # children() takes longer than most calls of this
-            assert child is not None
-            input = child(input)
-        return input
 
 
 def convert_(
@@ -117,7 +87,8 @@ def convert_(
             warns if they are those of a new model, unless this says True.
         weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm`, keeps each
             weight's Parameter and key, and adds a bias and, for `"imn"`, the input's running mean.
-        momentum: Share of a new batch in the running means of `norm="imn"`.
+        momentum: Share of a new batch in the running means of `norm="imn"`; from the first on,
+            where they were calibrated.
         example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
             keyword arguments; needed for `norm`, and finds the output layers exactly. The model
             is run on it before and after, and put back with an error if its outputs differ or it
@@ -185,33 +156,48 @@ def _find_advice(
         return None
     if request.init is not None:
         return _find_new_keys(model, decided)
+
+    removed = [model.get_submodule(d.norm) for d in decided.decisions if d.norm]
+    if not removed:
+        return None if find_removed_norms(model) else _explain_nothing_removed(decided)
+    if not pretrained and not any(map(_has_statistics, removed)):
+        return (
+            f"norm={decided.norm!r} keeps the function that this model has in evaluation, and its "
+            "BatchNorms have never seen a batch: without their deviations it would start badly "
+            "scaled. To train from scratch pass norm='imn' and init='glorot'; if the function is "
+            "worth keeping, pretrained=True."
+        )
     if decided.norm == "fold" and decided.kept_norms and request.filter_fn is None:
-        return (
-            f"{len(decided.kept_norms)} norms stay and use the batch's statistics in training, "
-            f"{decided.kept_norms[0]!r} first: no layer comes right before them, or its output is "
-            "read elsewhere too. To hold them still, call eval() on them; gp.plan(...).kept_norms "
-            "has their names."
-        )
-    return _find_misuse(model, decided, pretrained)
+        return _explain_kept(model, decided)
+    return None
 
 
-def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | None:
-    """Return what to say where `norm` without `init` has no BatchNorm to learn from."""
-    names = [d.norm for d in decided.decisions if d.norm]
-    if not names:
-        return (
-            f"norm={decided.norm!r} found no BatchNorm that follows a layer, so nothing is "
-            "removed. To train from scratch with input means in every layer, pass norm='imn' and "
-            "init='glorot'; else leave out norm."
-        )
-    if pretrained or any(_has_statistics(model.get_submodule(name)) for name in names):
-        return None
+def _explain_nothing_removed(decided: Plan) -> str:
+    """Say why no BatchNorm goes."""
+    start = f"norm={decided.norm!r} removes nothing"
+    if decided.reasons:
+        name, reason = next(iter(decided.reasons.items()))
+        return f"{start}. {name} stays: {reason}. gp.plan(...) has all layers."
+    if decided.kept_norms:
+        return f"{start}: no layer comes right before {decided.kept_norms[0]!r}."
     return (
-        f"norm={decided.norm!r} keeps the function that this model has in evaluation, and its "
-        "BatchNorms have never seen a batch: without their deviations it would start badly "
-        "scaled. To train from scratch pass norm='imn' and init='glorot'; if the function is "
-        "worth keeping, pretrained=True."
+        f"{start}: it found no BatchNorm that follows a layer. To train from scratch with input "
+        "means in every layer, pass norm='imn' and init='glorot'; else leave out norm."
     )
+
+
+def _explain_kept(model: nn.Module, decided: Plan) -> str:
+    """Say which norms go on using the batch's statistics, and what holds them still."""
+    names = decided.kept_norms
+    reason = decided.reasons.get(names[0], "no layer comes right before it")
+    text = (
+        f"{len(names)} norms stay and use the batch's statistics in training, {names[0]!r} first: "
+        f"{reason}."
+    )
+    norms: list[Any] = [model.get_submodule(name) for name in names]
+    if any(norm.running_mean is not None for norm in norms):
+        text += " To hold them still, call eval() on those that have running statistics."
+    return f"{text} gp.plan(...).kept_norms has their names."
 
 
 def _has_statistics(norm: Any) -> bool:
@@ -309,12 +295,16 @@ def _build_pairs(
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each module that goes, and the one that takes its place."""
     by_layer = {candidate.name: candidate for candidate in candidates.values()}
+    removed_before = find_removed_norms(model)
     for decision in reversed(decided.converted):  # children before the attention that holds them
         candidate = by_layer[decision.name]
         norm = model.get_submodule(decision.norm) if decision.norm else None
         new = builder.build(candidate, decision, norm)
         if norm is not None:
             yield norm, RemovedNorm(norm, candidate.module, new)
+        removed = removed_before.get(candidate.module)
+        if removed is not None:
+            yield removed, removed.follow(new)
         yield candidate.module, new
 
 
@@ -332,25 +322,20 @@ class _Builder:
     def build(self, candidate: Candidate, decision: Decision, norm: nn.Module | None) -> nn.Module:
         """Return the layer that takes the place of an old one, and of the norm it absorbs."""
         weight, bias = candidate.read()
-        keeps_function = self.init is None and not weight.is_meta
-        is_centred = self.init is None and norm is not None and bool(decision.input_norm)
-        mean = self.means.get(decision.name) if is_centred else None
-
-        gain, new_bias = None, bias
-        if norm is not None and keeps_function:
-            gain, new_bias = absorb_norm(bias, norm)
-            if mean is not None:  # the layer will subtract w^T m, of m in its own type
-                new_bias = new_bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+        mean = None
+        if self.init is None and norm is not None and decision.input_norm:
+            mean = self.means.get(decision.name)
 
         if decision.weights == "plain":
             new = adopt(candidate.module, self.momentum, centred=bool(decision.input_norm))
             offset, tracked = new.bias, new
-            self._set_plain(new, gain, new_bias)
         else:
             new = self._build_geometric(candidate, decision)
             offset, tracked = new.lam, new.input_norm
-            if keeps_function:
-                new._set_affine(weight, new_bias, gain)
+        if self.init is None and not weight.is_meta:
+            _set_function(new, weight, bias, norm, mean)
+        elif decision.weights == "plain" and self.init is not None:
+            _draw_plain(new, self.init)
 
         if norm is not None:
             offset.requires_grad_(learns_offset(bias, norm))
@@ -358,11 +343,16 @@ class _Builder:
                 new.r.requires_grad_()
         if mean is not None:
             tracked.running_mean.copy_(mean)
-            tracked.num_batches_tracked.fill_(self.means.batches)
+            tracked.num_batches_tracked.fill_(self._count_calibrated())
         if candidate.is_attention:
             attention: Any = candidate.module
             return GmPMultiheadAttention.around(attention, new)
         return new
+
+    def _count_calibrated(self) -> int:
+        """Return how many batches a calibrated mean stands for: the next has momentum's share."""
+        batches = self.means.batches
+        return batches if self.momentum is None else max(batches, math.ceil(1 / self.momentum))
 
     def _build_geometric(self, candidate: Candidate, decision: Decision) -> Any:
         """Return a layer of the same sizes; one that absorbs a norm has a bias."""
@@ -384,14 +374,28 @@ class _Builder:
             layer.transposed = True
         return layer
 
-    def _set_plain(self, layer: Any, gain: Tensor | None, bias: Tensor | None) -> None:
-        """Write new values into a plain layer's own Parameters."""
-        weight = layer.weight
-        if self.init is not None:
-            place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-            rows = draw(len(weight), weight[0].numel(), self.init, **place)
-            weight.copy_(rows.view(weight.shape))
-            layer.bias.zero_()
-        elif gain is not None and bias is not None:
-            weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
-            layer.bias.copy_(bias)
+
+def _set_function(
+    new: Any, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, mean: Tensor | None
+) -> None:
+    """Let a new layer compute what the old one did, and the norm after it."""
+    gain = None
+    if norm is not None:
+        gain, bias = absorb_norm(bias, norm)
+        if mean is not None:  # the layer will subtract w^T m, of m in its own type
+            bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+
+    if isinstance(new, GmPLayer):
+        new._set_affine(weight, bias, gain)
+    elif gain is not None:
+        new.weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
+        new.bias.copy_(bias)
+
+
+def _draw_plain(new: Any, init: Init) -> None:
+    """Draw new values into a plain layer's own Parameters."""
+    weight = new.weight
+    place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    rows = draw(len(weight), weight[0].numel(), init, **place)
+    weight.copy_(rows.view(weight.shape))
+    new.bias.zero_()

@@ -2,8 +2,8 @@
 
 The mean of a layer's input goes into its bias; where zeros are padded to the centred input, it
 becomes a BatchNorm. An absorbed BatchNorm comes back as one that only adds the bias. r outside an
-activation g goes into the weights, since r g(s) = g(r s) where g is ReLU-like and r >= 0; else it
-goes into the layers that read the output.
+activation g goes into the weights where g is ReLU-like and r >= 0, since r g(s) = g(r s) then;
+else it becomes a layer that multiplies each channel by its r.
 """
 
 import copy
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.convert import RemovedNorm
 from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.input_mean_layers import InputMeanLayer, release
@@ -26,8 +25,8 @@ from geoparam.layers import GmPLinear, is_trained
 from geoparam.model.graph import Graph
 from geoparam.model.run import computes_as, refuse_non_model
 from geoparam.model.trace import record_run
-from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
+from geoparam.removed_norm import RemovedNorm
 
 log = logging.getLogger("geoparam")
 
@@ -47,9 +46,8 @@ def fold_(
 
     Args:
         model: Any model. A bare layer is folded too; use what is returned.
-        example_inputs: A small batch; needed where r < 0 stands outside an activation, and for
-            `InputMeanNorm` modules. The model is run on it before and after, and put back with an
-            error if its outputs differ.
+        example_inputs: A small batch; needed for `InputMeanNorm` modules. The model is run on it
+            before and after, and put back with an error if its outputs differ.
         restore_norm: Whether a BatchNorm comes back where `convert_(norm=...)` took one out. It
             adds the layer's bias and does nothing else (gamma = 1, mu = 0, sigma^2 = 1 - eps), so
             that the original's files load. By default it does where weights are geometric, and
@@ -77,27 +75,41 @@ def fold_(
     refuse_wrapped(model, "fold")
     run = None if example_inputs is None else record_run(model, example_inputs)
     graph = None if run is None else run.graph
-    absorbed = _find_removed_norms(ours)
+    removed = _find_removed(ours)
     if restore_norm is None:  # all norms or none: `norm="fold"` may leave some layers plain
-        restore_norm = any(isinstance(layer, GmPLayer) for layer in absorbed)
-    factors = _find_factors(model, ours, graph)
-    for name in factors:
-        ours.setdefault(name, model.get_submodule(name))
+        restore_norm = any(isinstance(layer, GmPLayer) for layer in removed)
 
-    folded: dict[nn.Module, nn.Module] = {}
-    for name, module in ours.items():
-        if isinstance(module, InputMeanNorm):
-            folded[module] = _fold_norm(name, module, graph)
-        elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
-            removed = absorbed.get(module)
-            restored = removed if restore_norm and _can_restore(removed) else None
-            folded[module], norm = _fold_layer(name, module, factors.get(name), restored)
-            if removed is not None:
-                folded[removed] = _drop_norm(removed) if norm is None else norm
+    folded = _fold_modules(ours, removed, graph, restore_norm)
     _check_finite(ours, folded)
-
     pairs = _list_pairs(ours, folded)
     return replace_checked(model, pairs, example_inputs, run, "folded")
+
+
+@torch.no_grad()
+def _fold_modules(
+    ours: dict[str, nn.Module],
+    removed: dict[nn.Module, RemovedNorm],
+    graph: Graph | None,
+    restore_norm: bool,
+) -> dict[nn.Module, nn.Module]:
+    """Return the plain module for each of ours; attention follows when its parts are plain."""
+    folded: dict[nn.Module, nn.Module] = {}
+    for name, module in ours.items():
+        if isinstance(module, RemovedNorm | GmPMultiheadAttention):
+            continue
+        if isinstance(module, InputMeanNorm):
+            folded[module] = _fold_norm(name, module, graph)
+            continue
+
+        weight, bias = _read_plain(name, module)
+        place = removed.get(module)
+        if place is not None:
+            folded[place] = _drop_norm(place)
+            # One without running statistics uses the batch's even in eval mode.
+            if restore_norm and bias is not None and place.norm.running_mean is not None:
+                folded[place], bias = _restore_norm(place, bias)
+        folded[module] = _fold_layer(name, module, weight, bias)
+    return folded
 
 
 def _list_pairs(
@@ -123,9 +135,9 @@ def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
+def _find_removed(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     """Return the place of the BatchNorm that each layer has absorbed."""
-    absorbed: dict[nn.Module, RemovedNorm] = {}
+    removed: dict[nn.Module, RemovedNorm] = {}
     for name, module in ours.items():
         if not isinstance(module, RemovedNorm):
             continue
@@ -134,16 +146,8 @@ def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNo
                 f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
                 "absorbed. Fold the whole model, before it is taken apart."
             )
-        absorbed[module.layer] = module
-    return absorbed
-
-
-def _can_restore(removed: RemovedNorm | None) -> bool:
-    """Return whether a BatchNorm was absorbed that can come back.
-
-    One without running statistics cannot: it uses the batch's even in eval mode.
-    """
-    return removed is not None and removed.norm.running_mean is not None
+        removed[module.layer] = module
+    return removed
 
 
 def _drop_norm(removed: RemovedNorm) -> nn.Module:
@@ -152,33 +156,55 @@ def _drop_norm(removed: RemovedNorm) -> nn.Module:
     return nn.Sequential(*children) if children else nn.Identity()
 
 
-@torch.no_grad()
-def _fold_layer(
-    name: str, layer: Any, factor: Tensor | None, removed: RemovedNorm | None
-) -> tuple[nn.Module, nn.Module | None]:
-    """Return the plain layer, and the norm that comes back in the place of an absorbed one."""
-    subtraction = activation = norm = None
+def _read_plain(name: str, layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the plain layer's weight and bias."""
+    if isinstance(layer, InputMeanLayer):
+        return layer.fold()
     if isinstance(layer, GmPLayer):
-        mean = None if layer.input_norm is None else layer.input_norm.running_mean
-        if mean is not None and layer._centres_borders:
-            subtraction = _build_subtraction(mean, len(layer.weight_shape), factor)
-            mean = None
-            log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
-        weight, bias = layer._fold(_split_r(name, layer)[0], mean)
-        if layer.activation is not None:
-            activation = _as_module(name, layer.activation)
-    elif isinstance(layer, InputMeanLayer):
-        weight, bias = layer.fold()
-    else:
-        weight, bias = layer.weight, layer.bias
+        return layer._fold(layer.r if _has_r_inside(name, layer) else None)
+    return layer.weight, layer.bias
 
-    if factor is not None and subtraction is None:
-        weight = weight * _spread_over_inputs(factor, weight)
-    if removed is not None and bias is not None:
-        norm, bias = _restore_norm(removed, bias)
+
+def _has_r_inside(name: str, layer: GmPLayer) -> bool:
+    """Return whether r can be in the weight: r g(s) = g(r s) for r >= 0 and g like ReLU."""
+    if layer.activation is None:
+        return True
+    activation = _as_module(name, layer.activation)
+    kinds = [kind for kind in HOMOGENEOUS if isinstance(activation, kind)]
+    is_homogeneous = any(computes_as(activation, kind) for kind in kinds)
+    return is_homogeneous and not bool((layer.r < 0).any())
+
+
+def _fold_layer(name: str, layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Return the plain layer, with what has to run before and after it."""
     plain = _build_plain(layer, weight, bias)
-    parts = [part for part in (subtraction, plain, activation) if part is not None]
-    return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
+    if not isinstance(layer, GmPLayer):
+        return plain
+
+    parts = [plain]
+    if layer.input_norm is not None and layer._centres_borders:
+        parts.insert(0, _build_subtraction(layer.input_norm.running_mean, weight.ndim))
+        log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
+    if layer.activation is not None:
+        parts.append(_as_module(name, layer.activation))
+        if not _has_r_inside(name, layer):
+            parts.append(_build_scale(layer))
+            log.info("%s: r stays as a layer, %s.%d, after it", name, name, len(parts) - 1)
+    return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+
+
+def _build_scale(layer: GmPLayer) -> nn.Module:
+    """Return a layer that multiplies each channel by its r: depthwise, or diagonal."""
+    out, r = layer.weight_shape[0], layer.r.detach()
+    scale: Any
+    if len(layer.weight_shape) > 2:
+        scale = layer._plain(out, out, 1, groups=out, bias=False, device="meta")
+        values = r.view(scale.weight.shape)
+    else:
+        scale = nn.Linear(out, out, bias=False, device="meta")
+        values = torch.diag(r)
+    scale.weight = nn.Parameter(values.clone(), requires_grad=layer.r.requires_grad)
+    return scale
 
 
 def _build_plain(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -244,83 +270,14 @@ def _restore_norm(removed: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor
     return norm, torch.zeros_like(bias) if removed.layer_had_bias else None
 
 
-def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
-    """Bring a factor per input channel into the shape of a weight, whose inputs are per group."""
-    out, width = weight.shape[:2]
-    groups = factor.numel() // width
-    rows = factor.view(groups, width).repeat_interleave(out // groups, dim=0)
-    return rows.view(out, width, *[1] * (weight.ndim - 2)).to(weight.dtype)
-
-
-def _find_factors(
-    model: nn.Module, ours: dict[str, nn.Module], graph: Graph | None
-) -> dict[str, Tensor]:
-    """Return for each layer that must take over an r the factor of each of its input channels."""
-    factors: dict[str, Tensor] = {}
-    for name, layer in ours.items():
-        if not isinstance(layer, GmPLayer):
-            continue
-        _, outside = _split_r(name, layer)
-        if outside is None:
-            continue
-        for receiver, channels in _find_receivers(name, model, graph).items():
-            factor = outside[channels.to(outside.device)]
-            factors[receiver] = factors.get(receiver, 1) * factor
-    return factors
-
-
-def _split_r(name: str, layer: GmPLayer) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scale that goes into the weight, and the factors that the next layers take over.
-
-    The factors are the signs of r, or r where the activation is no ReLU; None where all are 1.
-    """
-    if layer.activation is None:
-        return layer.r, None
-    r = layer.r.detach()
-    inside, outside = None, r
-    activation = _as_module(name, layer.activation)
-    if any(isinstance(activation, kind) and computes_as(activation, kind) for kind in HOMOGENEOUS):
-        inside, outside = layer.r.abs(), torch.where(r < 0, -1, 1).to(r.dtype)
-    return inside, None if (outside == 1).all() else outside
-
-
-def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[str, Tensor]:
-    """Return the layers that take over an r, and which element each input channel takes."""
-    try:
-        if graph is None:
-            raise ValueError("without example_inputs the next layer is not known: pass them")
-        receivers = graph.receivers(name)
-        modules = dict(model.named_modules())
-        for receiver in receivers:
-            module = modules.get(receiver, nn.Identity())
-            is_plain = is_plain_layer(module) and "weight" in module._parameters
-            if not is_plain and not isinstance(module, GmPLayer | InputMeanLayer):
-                raise ValueError(
-                    f"{receiver!r} computes something else than nn.Linear or a convolution, or "
-                    "its weight is computed (weight_norm, spectral_norm, pruning)"
-                )
-    except ValueError as error:
-        raise ValueError(
-            f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) "
-            f"that must go into the next layer, but {error}. Otherwise keep r >= 0 in training "
-            "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
-        ) from error
-    return receivers
-
-
-def _build_subtraction(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
-    """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
+def _build_subtraction(mean: Tensor, ndim: int) -> nn.Module:
+    """Return a BatchNorm that gives x - mean; its variance + eps is 1."""
     eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
-    affine = factor is not None
     norm: Any = BATCH_NORMS[ndim - 2](
-        mean.numel(), eps=eps, affine=affine, device=mean.device, dtype=mean.dtype
+        mean.numel(), eps=eps, affine=False, device=mean.device, dtype=mean.dtype
     )
     norm.running_var.fill_(1 - eps)
-    if affine:  # a factor of 0 leaves -mean, which no shift of the input would
-        norm.weight.copy_(factor)
-        norm.bias.copy_(-mean)
-    else:
-        norm.running_mean.copy_(mean)
+    norm.running_mean.copy_(mean)
     return norm
 
 

@@ -6,7 +6,7 @@ modules. Which modules are layers, and where their weights are, is in `model.uni
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -22,13 +22,15 @@ from geoparam.model.graph import Graph
 from geoparam.model.run import refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
-from geoparam.norm import TrackedMean
+from geoparam.removed_norm import find_removed_norms
+from geoparam.running_statistics import find_batch_users
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
 Norm = Literal["imn", "fold"]
 
-BATCH_USERS = (nn.modules.batchnorm._BatchNorm, TrackedMean)  # in training
+CONSTANTS = {"weight", "bias", "running_mean", "running_var"}  # buffers of a frozen BatchNorm
+CALLS_NORM = "a norm is called in a layer's forward: use nn.Sequential(layer, norm, activation)"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Plan:
     weights: Weights = "geometric"
     norm: Norm | None = None
     kept_norms: tuple[str, ...] = ()  # modules that use the batch's statistics in training
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a norm after a layer stays
 
     @property
     def converted(self) -> list[Decision]:
@@ -220,18 +223,22 @@ def decide(
             decisions.append(planner.decide(candidate))
         elif reason := _explain_unknown(module):
             decisions.append(Decision(name, type(module).__name__, False, (reason,)))
+            if reason == CALLS_NORM:
+                inner = (f"{name}.{child}".lstrip(".") for child in _find_inner_norms(module))
+                planner.reasons.update(dict.fromkeys(inner, reason))
 
     if not any(d.converted for d in decisions):
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
-    parameters = sum(p.numel() for p in model.parameters())
-    kept_norms = []
     removed = {d.norm for d in decisions}
-    for name, module in model.named_modules():
-        is_constant = name in removed or getattr(module, "frozen", False)
-        if isinstance(module, BATCH_USERS) and not is_constant:
-            kept_norms.append(name)
-    return Plan(tuple(decisions), parameters, request.weights, request.norm, tuple(kept_norms))
+    return Plan(
+        tuple(decisions),
+        sum(p.numel() for p in model.parameters()),
+        request.weights,
+        request.norm,
+        tuple(name for name in find_batch_users(model) if name not in removed),
+        planner.reasons,
+    )
 
 
 class _Planner:
@@ -243,30 +250,32 @@ class _Planner:
         self.graph = graph
         self.outputs = set(output_layers(model) if graph is None else graph.outputs)
         self.ties, self.holders = ties_and_holders(model)
+        self.removed = find_removed_norms(model)
+        self.reasons: dict[str, str] = {}  # why norms that follow a layer stay
 
     def decide(self, candidate: Candidate) -> Decision:
         """Return what happens to a layer; raise where it can be neither converted nor left."""
-        name, kind = candidate.name, type(candidate.module).__name__
-        reason = self._explain_left(candidate)
-        if reason:
-            return Decision(name, kind, False, (reason,))
+        kind = type(candidate.module).__name__
+        left = Decision(candidate.name, kind, False)
+        if reason := self._explain_left(candidate):
+            return replace(left, notes=(reason,))
 
         self._refuse_computed_weight(candidate)
         self._refuse_held(candidate)
+        decision = self._choose_norm(candidate)
         weight, bias = candidate.read()
-        decision = Decision(name, kind, True, weights=self.request.weights)
-        decision = self._choose_norm(candidate, decision)
-        if self.request.init is None:
-            reason = self._check_values(weight, bias, decision)
-        is_geometric = decision.weights == "geometric"
-        if reason and is_geometric and self.request.norm == "fold" and decision.norm:
+        limit = self._check_values(weight, bias, decision) if self.request.init is None else ""
+        if limit and decision.weights == "geometric":
+            if self.request.norm != "fold" or decision.norm is None:
+                return replace(left, notes=(limit,))
             # The norm goes into a plain weight where r cannot hold the result.
-            notes = (*decision.notes, f"plain weight: {reason}")
+            notes = (*decision.notes, f"plain weight: {limit}")
             decision = replace(decision, notes=notes, weights="plain")
-        if decision.weights == "plain":  # r and its limits do not apply
+
+        if decision.weights == "plain":
             reason = self._explain_left_plain(candidate, decision)
-        if reason:
-            return Decision(name, kind, False, (reason,))
+            if reason:
+                return replace(left, notes=(reason,))
         return self._add_facts(weight, bias, decision)
 
     def _explain_left(self, candidate: Candidate) -> str:
@@ -326,9 +335,12 @@ class _Planner:
                 "or leave it out with filter_fn."
             )
 
-    def _choose_norm(self, candidate: Candidate, decision: Decision) -> Decision:
-        """Add the BatchNorm that a layer absorbs, and how its input is normalized instead."""
+    def _choose_norm(self, candidate: Candidate) -> Decision:
+        """Return a decision with the BatchNorm that a layer absorbs, and its input's mean."""
         graph, name = self.graph, candidate.name
+        decision = Decision(
+            name, type(candidate.module).__name__, True, weights=self.request.weights
+        )
         if graph is not None and name not in graph.layers:
             return replace(decision, notes=("does not run on example_inputs",))
         if self.request.norm is None or graph is None or not candidate.is_plain:
@@ -338,7 +350,7 @@ class _Planner:
         is_first = name in graph.first
         form: InputNorm = False
         if self.request.init is None:
-            used_batch = absorbed and isinstance(self.model.get_submodule(absorbed), BATCH_USERS)
+            used_batch = absorbed and not is_constant(self.model.get_submodule(absorbed))
             if self.request.norm == "imn" and used_batch and not is_first:
                 form = "bias"
         elif any(node.is_call for node in graph.nodes if node.name == name):
@@ -350,30 +362,38 @@ class _Planner:
 
     def _find_norm(self, candidate: Candidate) -> tuple[str | None, str]:
         """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
-        if self.request.norm is None or self.graph is None or not candidate.is_plain:
+        graph, name = self.graph, candidate.name
+        if self.request.norm is None or graph is None or not candidate.is_plain:
             return None, ""
-        if candidate.name not in self.graph.layers:
+        if name not in graph.layers:
             return None, ""
-        node, is_exclusive = self.graph.norm_after(candidate.name)
+        node, is_exclusive = graph.norm_after(name)
         if node is None or node.name is None:
             return None, ""
         norm = self.model.get_submodule(node.name)
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_frozen_norm(norm):
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_constant(norm):
             return None, ""
 
         has_children = next(norm.children(), None) is not None
         reason = ""
-        if isinstance(norm, nn.SyncBatchNorm) and self.request.norm == "imn":
+        if is_constant(norm) and not is_frozen_norm(norm):
+            reason = "it holds constants alone, which training does not change"
+        elif isinstance(norm, nn.SyncBatchNorm) and self.request.norm == "imn":
             reason = "convert before convert_sync_batchnorm, and call synchronise_means_ after"
         elif node.op == "batch_norm" and not has_children:
             reason = "its statistics are used without calling it"
         elif not _is_plain_batch_norm(norm):
             reason = "it computes something else than its base class"
         elif not is_exclusive:
-            reason = "it is not fed by this layer alone"
+            reason = _explain_shared(graph, name)
+        elif any(call.layer in graph.dropped for call in graph.calls(name)):
+            reason = "dropout comes before it in training"
+        elif candidate.module in self.removed:
+            reason = "the layer before it has absorbed another norm"
         elif self.request.init is None and norm.running_mean is None:
             reason = "it has no running statistics"
         if reason:
+            self.reasons[node.name] = reason
             return None, f"{node.name} stays: {reason}"
         return node.name, ""
 
@@ -410,10 +430,13 @@ class _Planner:
             return "input means are for nn.Linear and nn.Conv1d/2d/3d"
         if parametrize.is_parametrized(candidate.module):
             return "its weight is not a Parameter but computed (weight_norm)"
-        has_mean = bool(decision.norm or decision.input_norm)
-        if not has_mean and self.request.init is None:
-            return decision.notes[0] if decision.notes else "no BatchNorm follows it directly"
-        return ""
+        if decision.norm or decision.input_norm or self.request.init is not None:
+            return ""
+        if decision.notes:
+            return decision.notes[0]
+        if candidate.module in self.removed:
+            return "already converted"
+        return "no BatchNorm follows it directly"
 
     def _add_facts(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> Decision:
         """Add a layer's number of parameters, and what is worth knowing about them."""
@@ -453,6 +476,8 @@ def _explain_unknown(module: nn.Module) -> str:
     if isinstance(module, InputMeanLayer):
         return "it has its input's mean already"
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        if _find_inner_norms(module):
+            return CALLS_NORM
         return "it computes something else than its base class"
 
     shapes = [p.shape for p in module.parameters(recurse=False)]
@@ -460,6 +485,12 @@ def _explain_unknown(module: nn.Module) -> str:
     has_matrix = is_leaf and any(len(shape) > 1 for shape in shapes)
     is_stacked = any(len(shape) > 2 and min(shape) > 1 for shape in shapes)  # as fused experts are
     return "no GmP form of this type" if has_matrix or is_stacked else ""
+
+
+def _find_inner_norms(layer: nn.Module) -> list[str]:
+    """Return the norms among a layer's children, as detectron2's Conv2d has one."""
+    kinds = {name: type(child).__name__ for name, child in layer.named_children()}
+    return [name for name, kind in kinds.items() if "norm" in kind.lower()]
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
@@ -493,10 +524,27 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     return kind.forward is base.forward and kind.__call__ is base.__call__
 
 
+def is_constant(norm: nn.Module) -> bool:
+    """Return whether it is a BatchNorm whose tensors are all buffers, by whatever name."""
+    return set(norm._buffers) >= CONSTANTS and not norm._parameters
+
+
 def is_frozen_norm(norm: nn.Module) -> bool:
-    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2: constants alone."""
+    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2."""
     is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")
-    return is_named_so and set(norm._buffers) >= {"weight", "bias", "running_mean", "running_var"}
+    return is_named_so and is_constant(norm)
+
+
+def _explain_shared(graph: Graph, layer: str) -> str:
+    """Return why the norm after a layer is not fed by the layer's bare output alone."""
+    call = graph.calls(layer)[0]
+    output = graph.nodes[call.layer]
+    inputs = () if call.norm is None else graph.nodes[call.norm].inputs
+    if len(inputs) == 1 and inputs[0] != call.layer:
+        return f"{graph.nodes[inputs[0]].op} comes before it"
+    if len(output.shape) + (output.channel or 0) != 1:
+        return "its channels are another dimension than the layer's"
+    return "it, or what it reads, is used elsewhere too"
 
 
 def learns_offset(bias: Tensor | None, norm: nn.Module | None) -> bool:

@@ -12,6 +12,7 @@ from types import FrameType, FunctionType, GeneratorType, ModuleType, TracebackT
 from torch import Tensor, nn
 
 from geoparam.model.run import group_by_memory
+from geoparam.removed_norm import RemovedNorm
 
 
 def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
@@ -27,6 +28,8 @@ def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
                 claims.append((tensor, (owner, f"{name}.{key}".lstrip("."))))
+        if isinstance(owner, RemovedNorm):  # which follows its layer
+            continue
         for key, value in vars(owner).items():
             if key in ("_modules", "_parameters", "_buffers"):
                 continue

@@ -1,7 +1,6 @@
 """The steps of one run of a model, as `trace` records them, and questions about them.
 
-`Graph.calls` says what follows a layer up to its activation, `Graph.receivers` which layers read
-it next, and in which order of channels.
+`Graph.calls` says what follows a layer up to its activation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 WEIGHTED = ("layer", "embedding")
 Step = tuple[int, str, str | None]  # number, op and name of a node
@@ -50,8 +48,9 @@ class Call:
 class Graph:
     """The steps of one run, in their order."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], dropped: Iterable[int] = ()) -> None:
         self.nodes = tuple(nodes)
+        self.dropped = frozenset(dropped)  # steps whose results go through dropout in training
         self._calls: dict[str, list[int]] = {}
         users: list[dict[int, None]] = [{} for _ in nodes]  # a set in order
         for index, node in enumerate(nodes):
@@ -97,37 +96,6 @@ class Graph:
     def calls(self, layer: str) -> list[Call]:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
         return [self._call(index) for index in self._layer_calls(layer)]
-
-    def receivers(self, layer: str) -> dict[str, Tensor]:
-        """Return for each next layer which channel of `layer` each of its input channels carries.
-
-        ValueError where one factor per channel does not pass: sums, norms, activations, max
-        pooling, the output, a next layer that mixes the channels or is used for other inputs too.
-        """
-        received: dict[str, Tensor] = {}
-        reached: dict[str, list[int]] = {}
-        stack = [(i, _number_channels(self.nodes[i])) for i in self._layer_calls(layer)]
-        while stack:
-            here, channels = stack.pop()
-            if not self.users[here]:
-                raise ValueError(f"no step is seen to read what comes from {layer!r}")
-            for user in self.users[here]:
-                node = self.nodes[user]
-                passed = _carry(node, channels)
-                if passed is None:
-                    step = f"{node.op} {node.name or ''}".strip()
-                    raise ValueError(f"the sign of {layer!r} cannot be moved past {step}")
-                if node.kind != "layer":
-                    stack.append((user, passed))
-                    continue
-                name = node.name or ""
-                reached.setdefault(name, []).append(user)
-                if not torch.equal(received.setdefault(name, passed), passed):
-                    raise ValueError(f"{name!r} gets the channels of {layer!r} in several orders")
-        for name, calls in reached.items():
-            if name == layer or sorted(calls) != self._calls[name]:
-                raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
-        return received
 
     def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
@@ -191,52 +159,3 @@ class Graph:
             if len(self.users[index]) != 1 or not has_channels_in_dim_1:
                 return False
         return True
-
-
-def _number_channels(node: Node) -> Tensor:
-    """Return a tensor of the node's shape that holds each element's channel number."""
-    channel = -1 if node.channel is None else node.channel
-    numbers = torch.arange(node.shape[channel]).reshape(-1, *[1] * (-1 - channel))
-    return numbers.expand(node.shape).contiguous()
-
-
-def _carry(node: Node, channels: Tensor) -> Tensor | None:
-    """Pass channel numbers through one step; None where a sign per channel does not pass."""
-    if len(set(node.inputs)) != 1:
-        return None
-    if node.kind == "layer" and node.channel is not None:
-        return _drop_constant_dims(channels.movedim(node.channel, 0), 1)
-    if node.kind == "view" and node.func is not None:  # any reshape is followed exactly
-        return node.func(channels, *node.args, **node.kwargs).contiguous()
-    if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
-        return channels if channels.shape == node.shape else None
-    if node.op == "mean":
-        return _carry_through_mean(node, channels)
-    if node.kind == "average":
-        return _carry_through_pool(node, channels)
-    return None
-
-
-def _carry_through_mean(node: Node, channels: Tensor) -> Tensor | None:
-    """Return the channel of each mean, if it is over numbers of one channel."""
-    if node.func is None:
-        return None
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
-    low = torch.amin(channels, *node.args, **kwargs)
-    high = torch.amax(channels, *node.args, **kwargs)
-    return low if torch.equal(low, high) else None
-
-
-def _carry_through_pool(node: Node, channels: Tensor) -> Tensor | None:
-    """Return the channel of each output, if all positions of an image have the same."""
-    dims = int(node.op[-2])  # avg_pool2d
-    pooled = _drop_constant_dims(channels, channels.ndim - dims)
-    if pooled is None:
-        return None
-    return pooled[(...,) + (None,) * dims].expand(node.shape)
-
-
-def _drop_constant_dims(channels: Tensor, dims: int) -> Tensor | None:
-    """Return `channels` without the dimensions from `dims` on; None if it varies along them."""
-    flat = channels.reshape(*channels.shape[:dims], -1)
-    return flat[..., 0] if bool((flat == flat[..., :1]).all()) else None

@@ -155,7 +155,8 @@ def record_run(
 
     sources = _sources(recorder.read((result,)))
     recorder.write(Node("output", "output", inputs=sources), [])
-    return Run(Graph(recorder.nodes), list(tensors_in(result)), recorder.reads)
+    graph = Graph(recorder.nodes, recorder.dropped)
+    return Run(graph, list(tensors_in(result)), recorder.reads)
 
 
 def _is_index(tensor: Tensor) -> bool:
@@ -242,6 +243,7 @@ class _Recorder(TorchFunctionMode):
         self.seen: Tensor | None = None  # by the next step, if that is watched
         self.nodes: list[Node] = []
         self.reads: set[int] = set()  # ids of the tensors that functions computed with
+        self.dropped: set[int] = set()  # steps whose results go through dropout
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
         self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
         self.owner = WeakTensorKeyDictionary()  # parameter, or made of parameters alone -> name
@@ -382,6 +384,8 @@ class _Recorder(TorchFunctionMode):
         read_ids = {id(r.tensor) for r in read}
         results = [t for t in _find_tensors((result,)) if id(t) not in read_ids]
         results += changed
+        if not results and "dropout" in node.op:  # which only training sees
+            self.dropped.update(_sources(read))
         if not results or node.kind == "constant":
             return
 

@@ -1,6 +1,7 @@
 """What code bases do to BatchNorm: it works after each choice, or a sentence says what to do."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -268,6 +269,16 @@ def test_a_feature_extractor_of_a_converted_model(choice: str) -> None:
     assert gp.verify(create(original, NODES), features, images()) < 1e-5
     loss_of(features.train()(images())).backward()
     assert all(p.grad is not None for p in features.parameters())
+
+
+@pytest.mark.parametrize("build_original", [build, lambda: timm.create_model("resnet10t")])
+def test_folded_plain_weights_are_scripted(build_original) -> None:  # noqa: ANN001
+    x = torch.randn(2, 3, 32, 32)
+    model = remove_batchnorm(show_batches(build_original(), x.shape), "fold plain", x).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates scripting
+        scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), model(x))
 
 
 @choices

@@ -43,9 +43,20 @@ def test_calibration_sets_the_running_means() -> None:
     hidden = torch.cat([model.norm1(model.first(b)).relu() for b in batches])
     gp.convert_(model, norm="imn", example_inputs=X, calibration=batches)
     assert model.second.input_norm_form == "bias"
-    assert model.second.input_norm.num_batches_tracked == 2
+    assert model.second.input_norm.num_batches_tracked == 5  # the next has momentum's share, 0.2
     mean = hidden.mean(dim=(0, 2, 3))
     torch.testing.assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.2, None])
+def test_the_first_batch_moves_a_calibrated_mean_by_momentum(momentum: float | None) -> None:
+    options = {"weights": "plain", "momentum": momentum, "calibration": [X, X, X]}
+    model = gp.convert_(TwoConvs(), norm="imn", example_inputs=X, **options).train()
+    with torch.no_grad():
+        hidden = model.norm1(model.first(2 * X)).relu().mean(dim=(0, 2, 3))
+        expected = model.second.running_mean.lerp(hidden, momentum or 1 / 4)
+        model(2 * X)
+    torch.testing.assert_close(model.second.running_mean, expected)
 
 
 def test_from_scratch_the_form_is_the_same_and_folds_to_the_originals_keys() -> None:

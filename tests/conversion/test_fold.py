@@ -97,9 +97,11 @@ TOKEN = FunctionModel(lambda m, x: x.flatten(2).transpose(1, 2)[:, 0])
         *("elu", "border", "bias"),
     ],
 )  # fmt: skip
-def test_negative_r_goes_into_the_next_layer(model: nn.Module) -> None:
-    x = torch.randn(2, 3, 6, 6, **DOUBLE)
-    assert_folds(perturb(model), x, example_inputs=x)
+def test_negative_r_becomes_a_layer_that_scales(model: nn.Module) -> None:
+    folded = assert_folds(perturb(model), torch.randn(2, 3, 6, 6, **DOUBLE))
+    scale = folded[0][-1]
+    assert type(scale) is nn.Conv2d and scale.bias is None
+    assert torch.equal(scale.weight.flatten(), model[0].r)
 
 
 class SquaredReLU(nn.ReLU):
@@ -138,19 +140,7 @@ def test_one_layer_that_feeds_three_and_not_the_twin_of_one() -> None:
     assert_folds(perturb(model), x, example_inputs=x)
 
 
-RESIDUAL = FunctionModel(
-    lambda m, x: m.head(x + m.layer(x)),
-    layer=gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE),
-    head=nn.Linear(4, 2, **DOUBLE),
-)
-
-
 class Absolute(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.abs())
-
-
-class AbsoluteGmP(gp.GmPConv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.abs())
 
@@ -158,36 +148,53 @@ class AbsoluteGmP(gp.GmPConv2d):
 CONV = 6, 4, 1
 FLOOR = FunctionModel(lambda m, x: torch.div(x, 0.1, rounding_mode="floor"))
 INTEGER = FunctionModel(lambda m, x: x.mul(9).to(torch.int32).double())
+NEXT = {
+    "max pooling": (nn.MaxPool2d(2), nn.Conv2d(*CONV, **DOUBLE)),
+    "norm": (nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(*CONV, **DOUBLE)),
+    "output": (),
+    "weight_norm": (weight_norm(nn.Conv2d(*CONV, **DOUBLE)),),
+    "spectral_norm": (spectral_norm(nn.Conv2d(*CONV, **DOUBLE)),),
+    "subclass": (Absolute(*CONV, **DOUBLE),),
+    "floor": (FLOOR, nn.Conv2d(*CONV, **DOUBLE)),
+    "integer": (INTEGER, nn.Conv2d(*CONV, **DOUBLE)),
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "message"),
-    [
-        (through(nn.MaxPool2d(2), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "'0'.*max_pool2d"),
-        (through(nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "norm"),
-        (RESIDUAL, (3, 4), "'layer'.*add"),
-        (through(), (2, 3, 6, 6), "'0'.*output"),
-        (through(weight_norm(nn.Conv2d(*CONV, **DOUBLE))), (2, 3, 6, 6), "weight is computed"),
-        (through(spectral_norm(nn.Conv2d(*CONV, **DOUBLE))), (2, 3, 6, 6), "weight is computed"),
-        (through(Absolute(*CONV, **DOUBLE)), (2, 3, 6, 6), "'1' computes something else"),
-        (through(AbsoluteGmP(*CONV, **DOUBLE)), (2, 3, 6, 6), "the folded model differs by"),
-        (through(FLOOR, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "cannot be moved past round"),
-        (through(INTEGER, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "cannot be moved past to"),
-    ],
-    ids="pool norm residual output weight_norm spectral_norm subclass ours floor integer".split(),
-)
-def test_negative_r_is_refused_where_it_cannot_go(
-    model: nn.Module, shape: tuple[int, ...], message: str
-) -> None:
-    perturb(model)
+@pytest.mark.parametrize("steps", NEXT.values(), ids=NEXT)
+@pytest.mark.parametrize("activation", [torch.relu, torch.tanh])
+def test_whatever_comes_next_r_is_kept(steps: tuple[nn.Module, ...], activation) -> None:  # noqa: ANN001
+    x = torch.randn(2, 3, 6, 6, **DOUBLE)
+    model = perturb(through(*steps))
+    model[0].activation = activation
+    assert_folds(model, x, example_inputs=x)
+    assert_folds(model, x)
+
+
+@pytest.mark.parametrize("activation", [torch.relu, F.gelu])
+def test_r_outside_of_a_linear_layer_becomes_a_diagonal(activation) -> None:  # noqa: ANN001
+    model = FunctionModel(
+        lambda m, x: m.head(x + m.layer(x)),
+        layer=gp.GmPLinear(4, 4, activation=activation, **DOUBLE),
+        head=nn.Linear(4, 2, **DOUBLE),
+    )
+    model.layer.r.requires_grad_(False)
+    folded = assert_folds(perturb(model), torch.randn(2, 3, 4, **DOUBLE))
+    scale = folded.layer[2]
+    assert torch.equal(scale.weight, torch.diag(model.layer.r)) and not scale.weight.requires_grad
+
+
+class AbsoluteGmP(gp.GmPConv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs())
+
+
+def test_a_subclass_that_computes_something_else_is_refused_and_nothing_changes() -> None:
+    model = perturb(through(AbsoluteGmP(*CONV, **DOUBLE)))
     before, modules = {k: v.clone() for k, v in model.state_dict().items()}, list(model.modules())
-    x = torch.randn(shape, **DOUBLE)
-    with pytest.raises(ValueError, match=message):
-        gp.fold_(model, example_inputs=x)
+    with pytest.raises(ValueError, match="the folded model differs by"):
+        gp.fold_(model, example_inputs=torch.randn(2, 3, 6, 6, **DOUBLE) - 1)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert list(model.modules()) == modules
-    with pytest.raises(ValueError, match="example_inputs"):
-        gp.fold_(model)
 
 
 def test_mean_norm_modules_become_batchnorms() -> None:

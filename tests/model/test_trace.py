@@ -219,32 +219,7 @@ def test_layers_with_computed_weights_are_one_step() -> None:
     assert (graph.first, graph.outputs) == (("0",), ("9",))
     assert summary(graph, "2") == ("3", "relu", False, True)
     assert summary(graph, "6") == ("7", "tanh", False, True)
-    assert graph.receivers("0")["2"].tolist() == [0, 1, 2, 3]
     assert output_layers(model) == ("9",)
-
-
-STOPS = {
-    "max_pool2d": lambda m, x: m.last(F.max_pool2d(m.conv(x), 2)),
-    "relu": lambda m, x: m.last(F.relu(m.conv(x))),
-    "bn": lambda m, x: m.last(m.bn(m.conv(x))),
-    "add": lambda m, x: m.last(m.conv(x) + x),
-    "output": lambda m, x: m.conv(x),
-    "mul": lambda m, x: m.last((y := m.conv(x)) * y),
-    "cat": lambda m, x: m.last(torch.cat([m.conv(x), x])),
-    "conv2d last": lambda m, x: m.last(m.conv(x).transpose(1, 2)[:, :3]),
-    "elsewhere": lambda m, x: m.last(m.last(m.conv(x))),
-    "several orders": lambda m, x: m.last(m.conv(x)) + m.last(m.conv(x)[:, [2, 1, 0]]),
-    "no step": lambda m, x: (m.conv(x), m.last(x))[1],
-}
-
-
-@pytest.mark.parametrize(("reason", "forward"), STOPS.items(), ids=STOPS)
-def test_signs_that_cannot_move_are_refused_with_the_reason(
-    reason: str, forward: Callable
-) -> None:
-    model = FunctionModel(forward, conv=conv(), bn=nn.BatchNorm2d(3), last=conv())
-    with pytest.raises(ValueError, match=reason):
-        trace(model, PIXELS).receivers("conv")
 
 
 def test_model_and_random_state_are_left_alone() -> None:
