@@ -269,9 +269,12 @@ def test_autocast_trains_every_method(data: Path, weights: Path, tmp_path: Path)
     assert [record["outcome"] for record in run.records()] == ["finished"] * len(METHODS)
 
 
-def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path) -> None:
-    assert not loop.is_sound([math.nan], 10) and not loop.is_sound([24.0], 10)
-    assert loop.is_sound([math.nan, 2.0], 10)
+def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path, tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", data, weights, methods=["bn"], lrs=[1e9], steps=120)
+    [record] = run.records()
+    assert record["outcome"] == "diverged" and math.isnan(record["top1"])
+    losses = run.curves(record["name"])["train_loss"]
+    assert math.isnan(losses[-1]) and not math.isnan(losses[0])  # it did not go on
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path) -> None
         ({"lrs": [0.0]}, "above 0 and finite"),
         ({"seeds": 0}, "seeds must be >= 1"),
         ({"steps": 0}, "steps must be >= 1"),
-        ({"head_epochs": -1}, "head_epochs must be >= 0"),
+        ({"head_epochs": -1}, "head_epochs must be 0 or more"),
         ({"size": 16}, "size must be >= 32"),
         ({"width": 0.5}, "at the width given .0.5.: features.0.0.weight has the shape"),
         ({"width": -1.0}, "width must be above 0"),
