@@ -704,7 +704,7 @@ def image_commands() -> Iterator[tuple[str, ...]]:
 def experiment_commands() -> Iterator[tuple[str, ...]]:
     """Yield each option of the small experiments without a value, and with wrong ones."""
     for name in ("levy", "banana", "perturbation", "uci"):
-        options = [parameter.name for parameter, _ in runs.find_options(experiments.find(name))]
+        options = options_of(name)
         for option in filter(options.__contains__, WRONG_OPTIONS):
             word = f"--{option.replace('_', '-')}"
             yield "run", name, word

@@ -135,15 +135,13 @@ class Sweep:
             work.clean(task)
             draw_sometimes(folder)
 
-        known: list[Task] = []
-        while (tasks := self.list_tasks(config, folder.records())) != known:
-            known = tasks
+        tasks: list[Task] = []
+        while (wanted := self.list_tasks(config, folder.records())) != tasks:
+            tasks = wanted
             finished = {record["name"] for record in folder.records()}
             for task in tasks:
-                if task.name in finished:
-                    work.clean(
-                        task
-                    )  # a kill may have come after its record, before it was cleaned
+                if task.name in finished:  # perhaps killed between its record and the cleaning
+                    work.clean(task)
             session = Session(
                 folder,
                 work,

@@ -147,7 +147,8 @@ class Session:
         while True:
             trials = study.get_trials(deepcopy=False)
             ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
-            results = {each["task"]: each["result"] for each in reversed(ended)}  # first counts
+            # Of several results of one task the first counts.
+            results = {trial["task"]: trial["result"] for trial in reversed(ended)}
 
             left = []
             for task in tasks:

@@ -317,7 +317,7 @@ def test_divergence_is_noticed_within_an_epoch(
 def test_a_loss_far_above_guessing_is_divergence_after_the_first_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "HOPELESS", 0.01)
+    monkeypatch.setattr(network_training, "HOPELESS", 0.01)
     assert_diverged(train(settings("sp"), source(), tmp_path), 1)
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CALIBRATION = 256  # images whose means IMN starts from
-HEAD_BATCH, HEAD_RATE = 100, 1e-3  # for the output layer alone
 MEGABYTE = 2**20
 _REPORTED = ("method", "batch_size", "lr", "seed", "steps")
 
@@ -135,35 +134,12 @@ def prepare_network(
     """Return the network under its method, on the device."""
     model = pretrained.build_plain(settings, weights, images.classes).eval()
     model.to(device).to(memory_format=torch.channels_last)
-    if settings.head_epochs:
-        fit_head(model, images, settings.head_epochs)
     count = min(CALIBRATION, settings.images)
     part = min(32, count)
     batches = itertools.islice(images.train(part, seed=0), count // part)
     calibration = [batch for batch, _ in batches]
     model = pretrained.apply_method(model, settings, calibration)
     return model.to(memory_format=torch.channels_last)
-
-
-def fit_head(model: Any, images: EnlargedImages, epochs: int) -> None:
-    """Train the output layer alone, on features that the network in evaluation computes once."""
-    classifier, model.classifier = model.classifier, nn.Identity()
-    part = min(HEAD_BATCH, images.settings.images)
-    batches = itertools.islice(images.train(part, seed=0), images.settings.images // part)
-    with torch.no_grad():
-        pairs = [(model(x), y) for x, y in batches]
-    features, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    model.classifier = classifier
-
-    head = classifier[-1]
-    optimizer = torch.optim.Adam(head.parameters(), lr=HEAD_RATE)
-    for _ in range(epochs):
-        order = torch.randperm(len(labels)).to(labels.device)
-        for batch in order.split(part):
-            optimizer.zero_grad()
-            F.cross_entropy(head(features[batch]), labels[batch]).backward()
-            optimizer.step()
-    optimizer.zero_grad()
 
 
 @torch.no_grad()

@@ -33,7 +33,6 @@ _RULES = {
     "from 0 to below 1": ("momentum", "warmup"),
     "above 0 and at most 1": ("running_momentum",),
     "above 0 and finite": ("lr", "width"),
-    "0 or more and finite": ("head_epochs",),
 }
 
 
@@ -54,8 +53,6 @@ class FinetuneSettings:
             by default all.
         size: height and width in pixels to which images are enlarged.
         width: width of the network, as torchvision's width_mult; that of the weights.
-        head_epochs: epochs in which the output layer alone is trained first, by Adam, on features
-            of the pretrained network; 0 for none.
         steps: number of optimizer steps in a run.
         momentum: SGD's momentum, of all parameters.
         schedule: how the rate falls after the warmup: "linear", "cosine", "power" (1 - the square
@@ -74,7 +71,6 @@ class FinetuneSettings:
     test_images: int | None = None
     size: int = 96
     width: float = 1.0
-    head_epochs: int = 0
     steps: int = 1500
     momentum: float = 0.9
     schedule: str = "cosine"
