@@ -15,7 +15,7 @@ machine ends with all records and curves.
 import contextlib
 import functools
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Sweep:
 
     experiment: str
     settings: type
-    axes: Collection[str]
+    axes: Sequence[str]
     list_tasks: Callable[[Record, Sequence[Record]], list[Task]]
     draw: Callable[[Run], None]
     unit: str = "step"
