@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 
@@ -31,6 +32,7 @@ RULES: dict[str, Callable[[float], bool]] = {
     "from 0 to below 1": lambda value: 0 <= value < 1,
     "above 0 and finite": lambda value: 0 < value < math.inf,
     "0 or more and finite": lambda value: 0 <= value < math.inf,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
 }
 
 
@@ -55,6 +57,13 @@ def check_fields(
             value = getattr(settings, name)
             if value is not None and not RULES[rule](value):
                 raise ValueError(f"{name} must be {rule}; got {value}.")
+
+
+def find_defaults(settings: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that have a default, with it."""
+    return {
+        field.name: field.default for field in fields(settings) if field.default is not MISSING
+    }
 
 
 def read_options(

@@ -73,9 +73,9 @@ def open_runs(folders: Iterable[Path]) -> tuple[list["Run"], list[str]]:
     for folder in folders:
         inside = sorted(path.parent for path in folder.glob("*/config.json"))
         is_run = (folder / "config.json").exists() or not inside
-        for each in [folder] if is_run else inside:
+        for path in [folder] if is_run else inside:
             try:
-                run = Run.open(each)
+                run = Run.open(path)
                 tables.check(run)
                 readable.append(run)
             except (ValueError, OSError) as error:

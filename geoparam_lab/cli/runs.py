@@ -1,24 +1,21 @@
 """geoparam run: one command for each experiment; it ends with the table of what came out.
 
-A command's options are the arguments of the experiment's `run`, with their help in its docstring,
-and the fields of its settings. A sequence is given as values between commas. An experiment is
-imported when its own command is called; the list of commands needs none of them.
+A command has the options of `cli.options`; several values are given between commas. An experiment
+is imported when its own command runs: lists and help need none of them.
 """
 
 import inspect
 import os
-import re
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 from typer.core import TyperGroup
 
 from geoparam_lab import experiments
+from geoparam_lab.cli import options
 from geoparam_lab.cli.running import explain_errors, progress, read_list
 
 if TYPE_CHECKING:
@@ -39,15 +36,14 @@ PANELS = {  # of the help; options that are not named here are about training
     ),
     "Output": (*("out", "resume", "jobs", "storage", "keep_weights", "track", "time_to"),),
 }
-_PLAIN = (bool, int, float, str, Path)
-_INTERNAL = ("out", "command", "progress", "experiment")  # arguments that are not options
-
-
-class Reader(NamedTuple):
-    """How an option is typed, and how what was typed becomes the argument."""
-
-    kind: Any
-    read: Callable[[str, Any], Any]  # takes the option's name, for errors, and what was typed
+TYPES: dict[str, Any] = {  # that typer reads; several values are read between commas
+    "flag": bool,
+    "int": int,
+    "float": float,
+    "path": Path,
+    "several texts": list[str],
+}
+READERS: dict[str, Callable[[str], Any]] = {"ints": int, "floats": float, "texts": str}
 
 
 class Experiments(TyperGroup):
@@ -57,7 +53,7 @@ class Experiments(TyperGroup):
         """Return the name, the command and the rest of the words."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None:
-            command = make_command(experiments.find(name))
+            command = make_command(name)
         return name, command, rest
 
 
@@ -71,42 +67,50 @@ def make_application() -> typer.Typer:
     return application
 
 
-def make_command(experiment: "Experiment") -> Any:
+def make_command(name: str) -> Any:
     """Return an experiment's command, with its options in panels."""
-    options = {parameter.name: reader for parameter, reader in find_options(experiment)}
+    description = options.load_command(name)
 
-    def command(out: Path, **given: Any) -> None:
+    def command(out: Path, resume: bool, **typed: Any) -> None:
         with explain_errors(out):
             arguments = {}
-            for name, typed in given.items():
-                if typed is not None:
-                    arguments[name] = options[name].read(_make_flag(name), typed)
-            run(experiment, out, arguments)
+            for option, value in typed.items():
+                kind = description["options"][option]["kind"]
+                if value is not None and kind in READERS:
+                    value = read_list(_make_flag(option), value, READERS[kind])
+                if value is not None:
+                    arguments[option] = value
+            run(experiments.find(name), out, arguments | {"resume": resume})
 
-    signature = _make_signature(experiment)
-    command.__signature__ = signature  # type: ignore[attr-defined]
-    command.__annotations__ = {n: each.annotation for n, each in signature.parameters.items()}
+    parameters = [_make_option(n, **fields) for n, fields in description["options"].items()]
+    parameters.append(_make_parameter("out", Path, "Folder of the run.", Path("runs", name)))
+    parameters.append(_make_parameter("resume", bool, "Continue the run in the folder.", False))
+    order = ["Methods and rates", "Data", "Network", "Training", "Output"]
+    parameters.sort(key=lambda parameter: order.index(find_panel(parameter.name)))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
     application = typer.Typer(add_completion=False)
-    application.command(experiment.name, help=f"{experiment.summary}\n\n{experiment.about}")(
-        command
-    )
+    application.command(name, help=description["about"])(command)
     return typer.main.get_command(application)
 
 
-def _make_signature(experiment: "Experiment") -> inspect.Signature:
-    """Return the options as typer reads them, those of a panel together."""
-    texts = read_help(experiment)
-    out = inspect.Parameter(
-        "out", inspect.Parameter.KEYWORD_ONLY, default=Path("runs", experiment.name)
+def _make_option(
+    name: str, kind: str, default: str | None, required: bool, help: str
+) -> inspect.Parameter:
+    """Return an option as typer reads it; one that is not typed is None, and not passed on."""
+    accepted = TYPES.get(kind, str)
+    if required:
+        return _make_parameter(name, accepted, help, inspect.Parameter.empty)
+    if default is not None:
+        help = f"{help} Default: {default}."
+    return _make_parameter(name, accepted | None, help, None)
+
+
+def _make_parameter(name: str, kind: Any, help: str, default: Any) -> inspect.Parameter:
+    option = Option(_make_flag(name), help=help, rich_help_panel=find_panel(name))
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
-    known = [*find_options(experiment), (out, Reader(Path, lambda option, value: value))]
-    made = {
-        parameter.name: _make_option(parameter, reader, texts.get(parameter.name, ""))
-        for parameter, reader in known
-    }
-    order = ["Methods and rates", "Data", "Network", "Training", "Output"]
-    ranked = sorted(made, key=lambda name: order.index(find_panel(name)))
-    return inspect.Signature([made[name] for name in ranked])
 
 
 def find_panel(option: str) -> str:
@@ -121,70 +125,6 @@ def find_panel(option: str) -> str:
 
 def _make_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> inspect.Parameter:
-    default = parameter.default
-    if isinstance(default, (list, tuple)):
-        default = ",".join(map(str, default)) or None
-    required = default is parameter.empty
-    option = Option(
-        _make_flag(parameter.name),
-        help=text,
-        show_default=not required,
-        rich_help_panel=find_panel(parameter.name),
-    )
-    kind = reader.kind if required or reader.kind is bool else reader.kind | None
-    return parameter.replace(
-        kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
-    )
-
-
-def find_options(experiment: "Experiment") -> Iterator[tuple[inspect.Parameter, Reader]]:
-    """Yield the arguments of an experiment's `run` and the fields of its settings as options."""
-    assert experiment.run is not None
-    arguments = inspect.signature(experiment.run).parameters
-    parameters = [each for name, each in arguments.items() if name not in _INTERNAL]
-    if experiment.settings is not None:
-        hints = typing.get_type_hints(experiment.settings)
-        for name, field in inspect.signature(experiment.settings).parameters.items():
-            if name not in arguments and field.default is not field.empty:
-                parameters.append(field.replace(annotation=hints[name]))
-
-    for parameter in parameters:
-        reader = find_reader(parameter.annotation)
-        if reader is not None and parameter.kind is not parameter.VAR_KEYWORD:
-            yield parameter, reader
-
-
-def find_reader(annotation: Any) -> Reader | None:
-    """Return how an argument of this type is read; None where no option can give it.
-
-    Example:
-        >>> find_reader(Sequence[float]).read("--lrs", "0.01,0.1")
-        [0.01, 0.1]
-    """
-    union = get_origin(annotation) in (types.UnionType, typing.Union)
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    kinds = kinds if union else [annotation]
-    kind = Path if Path in kinds else kinds[0]
-    if kind in _PLAIN or kind == list[str]:
-        return Reader(kind, lambda option, value: value)
-    if get_origin(kind) in (Sequence, tuple):
-        return Reader(str, lambda option, text: read_list(option, text, get_args(kind)[0]))
-    return None
-
-
-def read_help(experiment: "Experiment") -> dict[str, str]:
-    """Return the help of each option, from the docstrings' Args."""
-    texts = {"out": "Folder of the run.", "resume": "Continue the run in the folder."}
-    function = getattr(experiment.run, "func", experiment.run)
-    for source in (experiment.settings, function):
-        text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]
-        for name, words in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
-            sentence = " ".join(words.replace("`", "").split())
-            texts[name] = sentence[:1].upper() + sentence[1:]
-    return texts
 
 
 def run(experiment: "Experiment", out: Path, options: dict[str, Any]) -> None:

@@ -10,11 +10,14 @@ from typer import Argument, Option
 
 
 def fold(
-    checkpoint: Annotated[Path, Argument(help="The safetensors file of a converted model.")],
-    out: Annotated[Path, Argument(help="The safetensors file to write.")],
+    checkpoint: Annotated[Path, Argument(help="Safetensors file of a converted model, to read.")],
+    out: Annotated[Path, Argument(help="Safetensors file of the plain model, to write.")],
     like: Annotated[
         Path | None,
-        Option(help="A safetensors file of the plain model, which has the convolutions' shapes."),
+        Option(
+            help="Safetensors file of the plain model, from which convolutions get their shapes; "
+            "by default all weights are matrices."
+        ),
     ] = None,
     force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
@@ -37,26 +40,31 @@ def bench(
         str | None, Argument(help="Benchmark to run; without a name they are listed.")
     ] = None,
 ) -> None:
-    """Run a benchmark of a checkout; words after its name are passed to it, also -- --help."""
+    """Run a benchmark of a checkout; words after its name are its options.
+
+    geoparam bench NAME -- --help lists these.
+    """
     folders = (Path(__file__).parents[2], Path.cwd())  # the package's, or the current one
-    root = next((each for each in folders if (each / "benchmarks/__init__.py").exists()), None)
+    root = next(
+        (folder for folder in folders if (folder / "benchmarks/__init__.py").exists()), None
+    )
     if root is None:
         sys.exit(
             "The benchmarks are in geoparam's repository, not in the installed package. They need "
             "a checkout of it: in its folder, pip install -e '.[dev]', then python -m "
             "benchmarks.NAME"
         )
-    known = _first_lines(root / "benchmarks")
+    benchmarks = _read_first_lines(root / "benchmarks")
     if name is None:
-        print("\n".join(f"{each:12} {line}" for each, line in known.items()))
+        print("\n".join(f"{benchmark:12} {line}" for benchmark, line in benchmarks.items()))
         return
-    if name not in known:
-        sys.exit(f"a benchmark is one of {', '.join(known)}; got {name!r}.")
+    if name not in benchmarks:
+        sys.exit(f"a benchmark is one of {', '.join(benchmarks)}; got {name!r}.")
     command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
     raise SystemExit(subprocess.run(command, cwd=root).returncode)
 
 
-def _first_lines(folder: Path) -> dict[str, str]:
+def _read_first_lines(folder: Path) -> dict[str, str]:
     """Return the modules that can be run, each with the first line of its docstring."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
     return {

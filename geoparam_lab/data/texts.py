@@ -39,8 +39,7 @@ class Text:
             if len(content) <= context:
                 raise ValueError(
                     f"the {part} text must be longer than the context of {context:,} bytes; got "
-                    f"{len(content):,} bytes of {self.name}. Give a longer text, or a smaller "
-                    "--context."
+                    f"{len(content):,} bytes. Give a longer text, or a smaller --context."
                 )
 
 
@@ -51,19 +50,20 @@ def load_text(data: str | Path | None = None, validation: str | Path | None = No
     """
     if data is None and validation is not None:
         raise ValueError(f"--validation goes with --data; got {str(validation)!r} alone.")
-    content = _read_standard_library() if data is None else _read(Path(data))
+    content = _read_standard_library() if data is None else _read(Path(data), "--data")
     name = "Python's standard library" if data is None else Path(data).name
     train = np.frombuffer(content, np.uint8)
     if validation is not None:
-        return Text(train, np.frombuffer(_read(Path(validation)), np.uint8), name)
+        content = _read(Path(validation), "--validation")
+        return Text(train, np.frombuffer(content, np.uint8), name)
     kept = len(train) - int(len(train) * VALIDATION_SHARE)
     return Text(train[:kept], train[kept:], name)
 
 
-def _read(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if its name ends in .xz."""
+def _read(path: Path, option: str) -> bytes:
+    """Return the bytes of the file that an option names, decompressed if it ends in .xz."""
     if not path.is_file():
-        raise FileNotFoundError(f"the text {str(path)!r} is not a file. Give a file as --data.")
+        raise FileNotFoundError(f"the text {str(path)!r} is not a file. Give a file as {option}.")
     open_file: Any = lzma.open if path.suffix == ".xz" else open
     try:
         with open_file(path, "rb") as file:
@@ -71,7 +71,7 @@ def _read(path: Path) -> bytes:
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is not a whole .xz file ({error}). Compress it anew.") from error
     if not content:
-        raise ValueError(f"the text {path} is empty. Give a file with some text as --data.")
+        raise ValueError(f"the text {path} is empty. Give a file with some text as {option}.")
     return content
 
 

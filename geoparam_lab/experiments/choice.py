@@ -23,7 +23,7 @@ def choose_best(
         fields: what records of one method on one problem have in common.
         lowest: whether a low mean is good.
     """
-    chosen: list[Record] = []
+    shown: list[Record] = []
     for group in group_records(records, *fields).values():
         settings: dict[tuple[float, str], dict[int, Record]] = {}
         for record in group:
@@ -38,5 +38,5 @@ def choose_best(
         finite = [at for at in values if math.isfinite(values[at])]
         choose = min if lowest else max
         best = choose(finite or values, key=values.__getitem__)
-        chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
-    return chosen
+        shown += [record | {"tries": len(settings)} for record in settings[best].values()]
+    return shown

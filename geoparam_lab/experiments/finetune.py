@@ -1,32 +1,30 @@
 """Fine-tuning of a pretrained MobileNetV2 at small batch sizes: what to do with its BatchNorm?
 
 A sweep is every method at every batch size, each at the best of equally many rates, chosen on
-images held out (`training.finetune.settings`). Which runs there are depends on what was found, so
-a sweep goes on until nothing is left to do. Records and resuming are as in sweeps over images.
+images held out (`training.finetune.settings`). Which runs there are depends on the results of
+others. `training.sweeps` says how a sweep is resumed.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from geoparam_lab.checks import check_counts, check_names, check_rates
 from geoparam_lab.data.packed_images import PackedImages
 from geoparam_lab.experiments.choice import choose_best
 from geoparam_lab.experiments.experiment import TOP1, Config, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training import sweeps
-from geoparam_lab.training.finetune.settings import (
-    COMMON,
-    METHODS,
-    FinetuneSettings,
-    FinetuneTask,
-    list_tasks,
-)
-from geoparam_lab.training.tasks import Done, Progress, Tick
+from geoparam_lab.training.finetune import loop, pretrained
+from geoparam_lab.training.finetune.enlarged_images import EnlargedImages
+from geoparam_lab.training.finetune.settings import METHODS, FinetuneSettings, list_tasks
+from geoparam_lab.training.processes import check_processes, make_accelerator
+from geoparam_lab.training.sweeps import Sweep, Work, load_once
+from geoparam_lab.training.tasks import Progress, Task
 
-_AXES = ("methods", "batch_sizes", "lrs", "seeds")  # may change when a sweep is resumed
+_AXES = ("methods", "batch_sizes", "lrs", "seeds")
 
 
 def run(
@@ -47,97 +45,54 @@ def run(
     """Fine-tune a network under some methods; write records, curves and figures to a folder.
 
     Args:
-        data: the folder with the images: train_data_batch_*.npz and val_data.npz, 32 by 32.
-        weights: a safetensors file with torchvision's keys of MobileNetV2.
-        methods: some of bn, bn-eval, gn, fold, fold+geometric, imn and frozen.
+        data: folder with the images: train_data_batch_*.npz and val_data.npz, 32 by 32 pixels.
+        weights: safetensors file with torchvision's keys of MobileNetV2.
+        methods: methods to train: some of bn, bn-eval, gn, fold, fold+geometric, imn and frozen.
         batch_sizes: images in a step.
-        lrs: the rates that each method is tried at with the first seed; more beyond an edge that
-            is the best.
-        seeds: how many the best rate of each method gets, from 0 on.
-        jobs: networks that are trained side by side, each in a process of its own.
+        lrs: learning rates at which each method is tried with the first seed; rates beyond an edge
+            are added where the best is there.
+        seeds: number of seeds, 0, 1, ..., of each method's best rate.
+        jobs: networks trained side by side, each in its own process.
         settings: `FinetuneSettings` of all runs, such as steps and size.
 
     Returns:
         The sweep's folder.
     """
-    from geoparam_lab.training.finetune import pretrained
-
     check_counts(seeds=seeds, jobs=jobs)
-    config = _make_config(methods, batch_sizes, lrs, seeds, settings)
-    first = list_tasks(config)  # raises where settings are wrong
-    _check_processes(config["precision"])
-    state = pretrained.read_weights(weights)
-    source = PackedImages.load(data)
-    _check_runs(first, source, state)
-    config["data"] = source.fingerprint
-    config["weights"] = pretrained.find_checksum(state)
-
-    load = functools.partial(_load_once, data, weights)
-    work = _Work(Path(out), load if jobs > 1 else lambda: (source, state))
-    known: Record = {"key": ["name"], "may_change": _AXES, "defaults": COMMON}
-    folder = Run.create(out, "finetune", config, command, resume=resume, **known)
-    todo: list[FinetuneTask] = []
-    while (more := list_tasks(config, folder.records())) != todo:
-        todo = more
-        options: Any = {"is_main": True, "jobs": jobs, "progress": progress, "unit": "step"}
-        sweeps.conduct(work, todo, lambda: (folder, None), _draw, **options)
-    return folder
-
-
-@dataclass(frozen=True)
-class _Work(sweeps.Work):
-    """Fine-tunes one network."""
-
-    load: Callable[[], tuple[PackedImages, Any]]
-
-    def train(self, task: FinetuneTask, tick: Tick | None = None) -> Done:
-        from geoparam_lab.training.finetune import loop
-        from geoparam_lab.training.finetune.enlarged_images import EnlargedImages
-        from geoparam_lab.training.processes import make_accelerator
-
-        def report(step: int, speed: float) -> None:
-            if tick is not None:
-                tick(step, 1 - step / task.settings.steps, f"{speed:.1f} steps/s")
-
-        source, state = self.load()
-        device = make_accelerator(task.settings.precision).device
-        images = EnlargedImages(source, task.settings, device)
-        return loop.train(task, images, state, report)
-
-
-@functools.lru_cache(maxsize=1)  # a working process trains many networks on the same images
-def _load_once(data: Path, weights: Path) -> tuple[PackedImages, Any]:
-    from geoparam_lab.training.finetune import pretrained
-
-    return PackedImages.load(data), pretrained.read_weights(weights)
-
-
-def _make_config(
-    methods: Sequence[str],
-    batch_sizes: Sequence[int],
-    lrs: Sequence[float],
-    seeds: int,
-    settings: Record,
-) -> Record:
-    """Return the configuration; raise ValueError where an option is unknown or empty."""
     check_names("each of methods", METHODS, *methods)
-    if not batch_sizes:
-        raise ValueError("batch_sizes must not be empty.")
-    unknown = [name for name in settings if name not in COMMON]
-    if unknown:
-        raise ValueError(f"settings are {', '.join(COMMON)}; got {', '.join(unknown)}.")
-    config: Record = {
+    axes = {
         "methods": list(dict.fromkeys(methods)),
         "batch_sizes": sorted(set(batch_sizes)),
         "lrs": check_rates(lrs),
         "seeds": seeds,
     }
-    return config | COMMON | settings
+    sweep = Sweep("finetune", FinetuneSettings, _AXES, list_tasks, _draw)
+    config = sweep.make_config(axes, settings)
+    tasks = list_tasks(config)  # raises where settings are wrong
+    _check_processes(config["precision"])
+    source, state = _load(data, weights)
+    _check_runs(tasks, source, state)
+    config["data"] = source.fingerprint
+    config["weights"] = pretrained.find_checksum(state)
+
+    load = functools.partial(load_once, _load, data, weights)
+    return sweep.conduct(
+        Work(Path(out), loop.train, load if jobs > 1 else lambda: (source, state)),
+        config,
+        is_main=True,
+        command=command,
+        resume=resume,
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def _load(data: str | Path, weights: str | Path) -> tuple[PackedImages, pretrained.State]:
+    state = pretrained.read_weights(weights)
+    return PackedImages.load(data), state
 
 
 def _check_processes(precision: str) -> None:
-    from geoparam_lab.training.processes import check_processes, make_accelerator
-
     accelerator = make_accelerator(precision)
     check_processes(accelerator, precision, accelerator.num_processes)
     if accelerator.num_processes > 1:
@@ -147,15 +102,10 @@ def _check_processes(precision: str) -> None:
         )
 
 
-def _check_runs(todo: Sequence[FinetuneTask], source: PackedImages, state: Any) -> None:
+def _check_runs(tasks: Sequence[Task], source: PackedImages, state: pretrained.State) -> None:
     """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
-    import torch
-
-    from geoparam_lab.training.finetune import pretrained
-    from geoparam_lab.training.finetune.enlarged_images import EnlargedImages
-
-    pretrained.build_plain(todo[0].settings, state, source.classes)
-    for task in todo:
+    pretrained.build_plain(tasks[0].settings, state, source.classes)
+    for task in tasks:
         EnlargedImages(source, task.settings, torch.device("cpu"))
 
 
@@ -168,13 +118,14 @@ def _draw(folder: Run) -> None:
 def choose(records: Sequence[Record]) -> list[Record]:
     """Return the records at the best rate of each method and batch size, on images held out."""
     problem = ("method", "batch_size")
-    tried = group_records(records, *problem)
-    chosen = []
+    by_problem = group_records(records, *problem)
+    best = []
     for record in choose_best(records, "select_top1", problem):
-        rates = [each["lr"] for each in tried[record["method"], record["batch_size"]]]
-        is_edge = len(set(rates)) > 1 and record["lr"] in (min(rates), max(rates))
-        chosen.append(record | {"edge": 1 if is_edge else None})
-    return chosen
+        same = by_problem[record["method"], record["batch_size"]]
+        rates = {other["lr"] for other in same}
+        is_edge = len(rates) > 1 and record["lr"] in (min(rates), max(rates))
+        best.append(record | {"edge": 1 if is_edge else None})
+    return best
 
 
 def _find_for_tables(records: Sequence[Record]) -> list[Record]:

@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
 
 from geoparam_lab import plots
 from geoparam_lab.experiments import finetune
 from geoparam_lab.plots import CYCLE, legend_beside
+from geoparam_lab.plots.ticks import label_ticks
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
 from geoparam_lab.training.finetune.settings import METHODS
 
@@ -35,10 +34,10 @@ def draw_batch_sizes(records: Sequence[Record]) -> Figure:
     """Return test accuracy over the batch size, a line for each method."""
     figure, axes = plots.new_figure(1, 1, size=(6.4, 4.2))
     ax = axes[0, 0]
-    chosen = finetune.choose(records)
+    best = finetune.choose(records)
     methods = _list_methods(records)
     for index, method in enumerate(methods):
-        by_batch = group_records(select_records(chosen, method=method), "batch_size")
+        by_batch = group_records(select_records(best, method=method), "batch_size")
         top1 = {batch: [r["top1"] for r in by_batch[batch,]] for (batch,) in sorted(by_batch)}
         shift = _SHIFT ** (index - (len(methods) - 1) / 2)
         ax.errorbar(
@@ -52,7 +51,8 @@ def draw_batch_sizes(records: Sequence[Record]) -> Figure:
             label=method,
         )
     ax.set(xscale="log", xlabel="batch size", ylabel="top-1 accuracy on test images (%)")
-    _label(ax, sorted({record["batch_size"] for record in records}))
+    batches = sorted({record["batch_size"] for record in records})
+    label_ticks(ax, {batch: f"{batch:,}" for batch in batches})
     legend_beside(ax)
     return figure
 
@@ -77,8 +77,8 @@ def draw_rates(records: Sequence[Record]) -> Figure:
 
 
 def _list_methods(records: Sequence[Record]) -> list[str]:
-    known = {record["method"] for record in records}
-    return [method for method in METHODS if method in known]
+    present = {record["method"] for record in records}
+    return [method for method in METHODS if method in present]
 
 
 def _find_error(values: Sequence[float]) -> float:
@@ -86,9 +86,3 @@ def _find_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
-def _label(ax: Axes, batches: Sequence[int]) -> None:
-    ax.set_xticks(batches, [f"{batch:,}" for batch in batches])
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_minor_formatter(NullFormatter())

@@ -54,7 +54,7 @@ def draw(run: Run) -> None:
         warnings.warn(text, stacklevel=2)
     shown = [record for record in shown if record["name"] in kept]
     curves = {record["name"]: run.curves(record["name"]) for record in shown}
-    longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
+    longest = max((len(arrays["train_top5"]) for arrays in curves.values()), default=0)
     if longest:
         figure = _draw_curves(shown, curves, longest)
         how = _HOW["one" if all(record["tries"] == 1 for record in shown) else measure]
@@ -80,7 +80,7 @@ def _draw_curves(
                 padded = np.pad(values, lacking, constant_values=np.nan)
                 by_title[methods.title(record["method"])].append(padded)
             nothing = [np.full(epochs, np.nan)]
-            lines = {title: np.stack(each or nothing) for title, each in by_title.items()}
+            lines = {title: np.stack(rows or nothing) for title, rows in by_title.items()}
             ax.sharey(row[0])
             draw_means(ax, lines)
             ax.set(xlabel="epoch", ylabel=label if ax is row[0] else "")
@@ -98,9 +98,9 @@ def draw_means(ax: Axes, curves: Mapping[str, Array]) -> None:
     Where a seed ended early, the mean is that of the seeds still there.
     """
     for style, values in zip(curve_styles(curves), curves.values(), strict=True):
-        known = np.ma.masked_invalid(values)
-        mean = known.mean(axis=0).filled(np.nan)
-        error = (known.std(axis=0, ddof=1) / np.sqrt(known.count(axis=0))).filled(np.nan)
+        finite = np.ma.masked_invalid(values)
+        mean = finite.mean(axis=0).filled(np.nan)
+        error = (finite.std(axis=0, ddof=1) / np.sqrt(finite.count(axis=0))).filled(np.nan)
         at = np.arange(1, values.shape[1] + 1)
         alone = "o" if len(at) == 1 else None  # a line needs two points
         ax.plot(at, mean, **style.line, linewidth=1.8, marker=alone, label=style.title)

@@ -1,24 +1,13 @@
 """Classification of images: VGG-6 on ImageNet32 (table 2, figure 4) and ResNets on ImageNet.
 
 A sweep is a grid: methods x batch sizes x learning rates x seeds, each point one run of
-`training.images.train`; a method may have a grid of its own (`images.settings`). Without rates,
-every method has the papers' own: 0.1 for geometric units and 0.01 for the others with VGG-6, 0.1
-for all with ResNets.
-
-A run that diverges is a record like any other, with NaN for its results, and the sweep goes on.
-
-**Resuming.** A run's record is written when it is finished; until then it has checkpoints in
-checkpoints/NAME of the folder, from which the same command with `resume` goes on. What the numbers
-depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
-
-**Several processes.** Under torchrun or accelerate launch all processes train each network
-together; the main one chooses it and writes. Otherwise, processes or machines that are called with
-the same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
+`training.images.loop.train`; a method may have a grid of its own (`images.settings`). Without
+rates, every method has the papers' own: 0.1 for geometric units and 0.01 for the others with
+VGG-6, 0.1 for all with ResNets. `training.sweeps` says how a sweep is resumed and shared.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +18,12 @@ from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study, sweeps
-from geoparam_lab.training.images.loop import BOUNDARIES
-from geoparam_lab.training.images.settings import COMMON, ImageTask, Settings, list_tasks
+from geoparam_lab.training.images import loop
+from geoparam_lab.training.images.settings import Settings, list_tasks
 from geoparam_lab.training.processes import check_jobs, check_processes, make_accelerator
-from geoparam_lab.training.run_checkpoints import FINISHED, WEIGHTS
-from geoparam_lab.training.tasks import Done, Progress, Tick
+from geoparam_lab.training.run_checkpoints import WEIGHTS
+from geoparam_lab.training.sweeps import Sweep, Work, load_once
+from geoparam_lab.training.tasks import Progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +32,7 @@ PAPERS_METHODS = {
     "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
     "imagenet": ("wn+mbn", "bn", "gmp+imn"),
 }
-_MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
+_AXES = ("methods", "batch_sizes", "lrs", "seeds")
 
 
 def run(
@@ -78,7 +67,7 @@ def run(
         methods: methods to train, with options after a colon; by default the papers'.
         method: one more method, with a grid of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
             repeated.
-        batch_sizes: batch sizes, each over all processes together.
+        batch_sizes: images in a step, over all processes together.
         lrs: learning rates of methods that give none of their own; by default the papers'.
         seeds: number of seeds, 0, 1, ...
         size: width of the images in pixels; npz files have 32 or 64.
@@ -94,68 +83,49 @@ def run(
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
     """
-    methods = [*(methods or ()), *method] if method else methods
     check_counts(track=track, size=size, seeds=seeds, jobs=jobs)
     if workers is not None and workers < 0:
         raise ValueError(f"workers is a number of processes, 0 or more; got {workers}.")
-    config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
+    check_names("experiment", PAPERS_METHODS, experiment)
+    check_names("network", networks.NETWORKS, network)
+    names = [*(methods or ()), *(method or ())]
+    if methods is None and not method:
+        names = list(PAPERS_METHODS[experiment])
+    axes = {
+        "network": network,
+        "methods": all_methods.check_methods(names),
+        "batch_sizes": sorted(set(batch_sizes)),
+        "lrs": None if lrs is None else check_rates(lrs),
+        "seeds": seeds,
+    }
+    sweep = Sweep(experiment, Settings, _AXES, list_tasks, _draw, unit="epoch")
+    config = sweep.make_config(axes, settings)
+    list_tasks(config)  # raises where settings are wrong
+
     source = _load_images(experiment, data, size, workers)
     config["data"] = source.fingerprint
     accelerator = _check_runs(config, source, jobs, storage)
-    load = functools.partial(_load_once, experiment, data, size, workers)
-    work = _Work(Path(out), load if jobs > 1 else lambda: source, keep_weights, track)
-    known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
-
-    def start() -> tuple[Run, Any]:
-        study = None if storage is None else shared_study.open_study(storage, experiment, config)
-        return Run.create(out, experiment, config, command, resume=resume, **known), study
-
-    def draw(folder: Run) -> None:
-        from geoparam_lab.experiments import image_figures
-
-        image_figures.draw(folder)
-
-    is_main = accelerator.is_main_process
-    return sweeps.conduct(
-        work, list_tasks(config), start, draw, is_main=is_main, jobs=jobs, progress=progress
+    kept = {loop.BOUNDARIES: ("boundaries", ".npy")}
+    if keep_weights:
+        kept[WEIGHTS] = ("weights", ".pt")
+    load = functools.partial(load_once, _load_images, experiment, data, size, workers)
+    train = functools.partial(loop.train, track=track)
+    return sweep.conduct(
+        Work(Path(out), train, load if jobs > 1 else lambda: source, kept),
+        config,
+        is_main=accelerator.is_main_process,
+        command=command,
+        resume=resume,
+        jobs=jobs,
+        storage=storage,
+        progress=progress,
     )
 
 
-@dataclass(frozen=True)
-class _Work(sweeps.Work):
-    """Trains one network on images."""
+def _draw(folder: Run) -> None:
+    from geoparam_lab.experiments import image_figures
 
-    load: Callable[[], Source]
-    keep_weights: bool
-    track: int | None
-
-    def train(self, task: ImageTask, tick: Tick | None = None) -> Done:
-        from geoparam_lab.training.images import train
-
-        one, source = task.settings, self.load()
-        part = source.hold_out(one.select) if one.select else source
-        steps = part.fingerprint["train"] // one.batch_size
-
-        def report(epoch: int, step: int, speed: float) -> None:
-            left = 1 - (epoch + step / steps) / one.epochs  # share of this run that is left
-            if tick is not None:
-                tick(epoch + 1, left, f"{speed:,.0f} images/s")
-
-        outcome = train.train(one, source, self.folder(task), track=self.track, report=report)
-        named = {"name": task.name, "method": task.method, "tuned": task.tuned}
-        return Done([outcome.record | named], {task.name: outcome.curves})
-
-    def clean(self, task: ImageTask) -> None:
-        """Move files that are whole to their place, and remove what else a run has left."""
-        folder, name = self.folder(task), task.name
-        places = {BOUNDARIES: f"boundaries/{name}.npy"}
-        if self.keep_weights:
-            places |= {WEIGHTS: f"weights/{name}.pt"}
-        for left, place in places.items():
-            if (folder / FINISHED).exists() and (folder / left).exists():
-                (self.out / place).parent.mkdir(exist_ok=True)
-                (folder / left).replace(self.out / place)
-        super().clean(task)
+    image_figures.draw(folder)
 
 
 def _load_images(
@@ -173,42 +143,6 @@ def _load_images(
     return ImageFolders(data, size, workers)
 
 
-@functools.lru_cache(maxsize=1)  # a working process trains many runs on the same images
-def _load_once(*arguments: Any) -> Source:
-    return _load_images(*arguments)
-
-
-def _check_options(
-    experiment: str,
-    network: str,
-    names: Sequence[str] | None,
-    batch_sizes: Sequence[int],
-    lrs: Sequence[float] | None,
-    seeds: int,
-    settings: Record,
-) -> Record:
-    """Return the configuration; raise ValueError where some of it is wrong."""
-    check_names("experiment", PAPERS_METHODS, experiment)
-    check_names("network", networks.NETWORKS, network)
-    chosen = all_methods.check_methods(PAPERS_METHODS[experiment] if names is None else names)
-    if not batch_sizes:
-        raise ValueError("batch_sizes must not be empty.")
-    unknown = [name for name in settings if name not in COMMON]
-    if unknown:
-        raise ValueError(f"settings are {', '.join(COMMON)}; got {', '.join(unknown)}.")
-    config: Record = {
-        "network": network,
-        "methods": chosen,
-        "batch_sizes": sorted(set(batch_sizes)),
-        "lrs": None if lrs is None else check_rates(lrs),
-        "seeds": seeds,
-    }
-    for name, value in (COMMON | settings).items():
-        config[name] = list(value) if isinstance(value, tuple) else value
-    list_tasks(config)  # raises where settings are wrong
-    return config
-
-
 def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) -> "Accelerator":
     """Return the Accelerator of all runs.
 
@@ -216,14 +150,17 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
     """
     from geoparam_lab.training.images import preparation
 
-    accelerator, todo = make_accelerator(config["precision"]), list_tasks(config)
+    accelerator = make_accelerator(config["precision"])
     place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
-    for one in (task.settings for task in todo):
-        check_processes(accelerator, one.precision, one.batch_size, one.accumulate)
-        part = source.hold_out(one.select) if one.select else source
-        part.train(one.batch_size, seed=0, crop=one.crop, **place)
-    for one in {task.method: task.settings for task in todo}.values():
-        preparation.make_optimizer(one, preparation.build(one, source))
+    by_method = {}
+    for task in list_tasks(config):
+        settings = task.settings
+        check_processes(accelerator, settings.precision, settings.batch_size, settings.accumulate)
+        part = source.hold_out(settings.select) if settings.select else source
+        part.train(settings.batch_size, seed=0, crop=settings.crop, **place)
+        by_method[task.labels["method"]] = settings
+    for settings in by_method.values():
+        preparation.make_optimizer(settings, preparation.build(settings, source))
     check_jobs(accelerator, jobs, storage)
     return accelerator
 

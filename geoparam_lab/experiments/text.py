@@ -4,29 +4,29 @@ A sweep is a grid: methods x sizes x the numbers of each method x seeds (`text.s
 `one_factor`, sizes are varied one at a time around the first of each kind. Every method sees the
 same windows of the text in the same order, and one schedule scales the rates of all of them.
 
-A run that diverges is a record like any other, with NaN for its results. Records, resuming and
-several processes are as in the sweeps over images. `shakespeare` is the same command with the
-settings of nanoGPT's shakespeare-char.
+`shakespeare` is the same command with the settings of nanoGPT's shakespeare-char.
+`training.sweeps` says how a sweep is resumed and shared.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from geoparam_lab.checks import check_counts, check_names
-from geoparam_lab.data.texts import Text, load_text
+from geoparam_lab.data.texts import load_text
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
-from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study, sweeps
-from geoparam_lab.training.tasks import Done, Progress, Tick
+from geoparam_lab.run_folder import Run
+from geoparam_lab.training import processes
+from geoparam_lab.training.sweeps import Sweep, Work, load_once
+from geoparam_lab.training.tasks import Progress, Task
+from geoparam_lab.training.text import loop, preparation
 from geoparam_lab.training.text.settings import (
     NUMBERS,
     SIZES,
     TextSettings,
-    TextTask,
     check_used,
     list_tasks,
 )
@@ -119,9 +119,12 @@ def run(
         The sweep's folder; None in all but the leading one of several processes.
     """
     check_names("experiment", _SETTINGS, experiment)
-    chosen = [*(methods or ()), *(method or ())]
-    axes = {
-        "methods": chosen if methods is not None or method else _METHODS[experiment],
+    check_counts(seeds=seeds, jobs=jobs)
+    names = [*(methods or ()), *(method or ())]
+    if methods is None and not method:
+        names = list(_METHODS[experiment])
+    axes: dict[str, Any] = {
+        "methods": names,
         "widths": widths,
         "depths": depths,
         "steps": steps,
@@ -135,87 +138,48 @@ def run(
         "scale_lrs": scale_lrs,
         "schedules": schedules,
     }
-    check_counts(seeds=seeds, jobs=jobs)
-    config = _make_config(experiment, axes, settings) | {"seeds": seeds, "one_factor": one_factor}
+    for name, values in axes.items():
+        axes[name] = None if values is None else list(dict.fromkeys(values))
+    axes |= {"seeds": seeds, "one_factor": one_factor}
+    sweep = Sweep(experiment, _SETTINGS[experiment], _AXES, list_tasks, _draw)
+    config = sweep.make_config(axes, settings)
     check_used(config)
     config["lrs"] = config["lrs"] or _LRS[experiment]
-    todo = list_tasks(config)  # raises where settings are wrong
+    tasks = list_tasks(config)  # raises where settings are wrong
+
     if experiment == "shakespeare" and data is None:
         raise ValueError("shakespeare needs tiny Shakespeare: give its input.txt as --data.")
     text = load_text(data, validation)
     text.check_length(config["context"])
     config["data"] = text.fingerprint
-    is_main = _check_processes(todo, jobs, storage)
-    load = functools.partial(_load_once, data, validation)
-    work = _Work(Path(out), load if jobs > 1 else lambda: text)
-    defaults = find_defaults(_SETTINGS[experiment])
-    known: Record = {"key": ["name"], "may_change": _AXES, "defaults": defaults}
-
-    def start() -> tuple[Run, Any]:
-        study = None if storage is None else shared_study.open_study(storage, experiment, config)
-        return Run.create(out, experiment, config, command, resume=resume, **known), study
-
-    def draw(folder: Run) -> None:
-        from geoparam_lab.experiments import text_figures
-
-        text_figures.draw(folder)
-
-    options: Any = {"is_main": is_main, "jobs": jobs, "progress": progress, "unit": "step"}
-    return sweeps.conduct(work, todo, start, draw, **options)
+    is_main = _check_processes(tasks, jobs, storage)
+    load = functools.partial(load_once, load_text, data, validation)
+    return sweep.conduct(
+        Work(Path(out), loop.train, load if jobs > 1 else lambda: text),
+        config,
+        is_main=is_main,
+        command=command,
+        resume=resume,
+        jobs=jobs,
+        storage=storage,
+        progress=progress,
+    )
 
 
-@dataclass(frozen=True)
-class _Work(sweeps.Work):
-    """Trains one network on text."""
+def _draw(folder: Run) -> None:
+    from geoparam_lab.experiments import text_figures
 
-    load: Callable[[], Text]
-
-    def train(self, task: TextTask, tick: Tick | None = None) -> Done:
-        from geoparam_lab.training.text import loop
-
-        def report(step: int, speed: float) -> None:
-            if tick is not None:
-                tick(step, 1 - step / task.settings.steps, f"{speed:,.0f} bytes/s")
-
-        return loop.train(task, self.load(), self.folder(task), report)
+    text_figures.draw(folder)
 
 
-@functools.lru_cache(maxsize=1)  # a working process trains many runs on the same text
-def _load_once(*arguments: Any) -> Text:
-    return load_text(*arguments)
-
-
-def find_defaults(settings: type[TextSettings]) -> Record:
-    """Return the settings that all runs of a sweep share, with their defaults."""
-    known = fields(settings)
-    return {field.name: field.default for field in known if field.default is not MISSING}
-
-
-def _make_config(experiment: str, axes: Record, settings: Record) -> Record:
-    """Return the configuration; raise ValueError where an option is unknown or empty."""
-    common = find_defaults(_SETTINGS[experiment])
-    unknown = [name for name in settings if name not in common]
-    if unknown:
-        raise ValueError(f"settings are {', '.join(common)}; got {', '.join(unknown)}.")
-    config: Record = {}
-    for name, values in axes.items():
-        if values is not None and not values:
-            raise ValueError(f"{name} must not be empty.")
-        config[name] = None if values is None else list(dict.fromkeys(values))
-    return config | common | settings
-
-
-def _check_processes(todo: Sequence[TextTask], jobs: int, storage: str | None) -> bool:
+def _check_processes(tasks: Sequence[Task], jobs: int, storage: str | None) -> bool:
     """Raise ValueError where a run could not begin; return whether this process leads."""
-    from geoparam_lab.training import processes
-    from geoparam_lab.training.text import preparation
-
-    precision = preparation.find_precision(todo[0].settings)
+    precision = preparation.find_precision(tasks[0].settings)
     accelerator = processes.make_accelerator(precision)
-    for task in todo:
+    for task in tasks:
         processes.check_processes(accelerator, precision, task.settings.batch_size)
     processes.check_jobs(accelerator, jobs, storage)
-    for settings in {task.settings.method: task.settings for task in todo}.values():
+    for settings in {task.settings.method: task.settings for task in tasks}.values():
         preparation.make_optimizer(settings, preparation.build(settings))  # raises before all runs
     return accelerator.is_main_process
 

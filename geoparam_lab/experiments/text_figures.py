@@ -1,16 +1,17 @@
 """The figure of a sweep over text: validation loss over turn or rate, a line for each size."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
 
 from geoparam_lab import plots
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.text_results import Losses, Size
 from geoparam_lab.plots import legend_beside
+from geoparam_lab.plots.ticks import label_ticks
 from geoparam_lab.run_folder import Run
 
 _CAPTION = """Validation loss over the turn or the learning rate, a line for each size; means over
@@ -44,35 +45,29 @@ def draw_peaks(panels: dict[str, dict[Size, Losses]]) -> Figure:
         is_turn = method == "turn"
         ax.set(xscale="log", xlabel="turn (degrees)" if is_turn else "learning rate")
         ax.set_title(method, loc="left")
-        _label_peaks(ax, sorted({peak for losses in by_size.values() for peak in losses}))
+        peaks = sorted({peak for losses in by_size.values() for peak in losses})
+        label_ticks(ax, {peak: f"{peak:g}" for peak in peaks}, rotation=45)
     axes[0, 0].set_ylabel("validation loss (nats per byte)")
-    finite = [
-        loss
-        for by_size in panels.values()
-        for losses in by_size.values()
-        for loss in losses.values()
-        if math.isfinite(loss)
-    ]
-    if finite:
-        best = [text_results.lowest(each) for panel in panels.values() for each in panel.values()]
-        top = min(max(finite), np.nanmax(best) + _HIGHEST)
-        axes[0, 0].set_ylim(min(finite) - 0.02, top + 0.02)
+    _limit_losses(axes[0, 0], [losses for panel in panels.values() for losses in panel.values()])
     legend_beside(axes[0, -1])
     return figure
+
+
+def _limit_losses(ax: Axes, lines: Sequence[Losses]) -> None:
+    """Let an axis end above the worst of the lines' lowest points."""
+    finite = [loss for losses in lines for loss in losses.values() if math.isfinite(loss)]
+    if finite:
+        lowest = [text_results.lowest(losses) for losses in lines]
+        top = min(max(finite), np.nanmax(lowest) + _HIGHEST)
+        ax.set_ylim(min(finite) - 0.02, top + 0.02)
 
 
 def _draw_line(ax: Axes, losses: Losses, name: str, index: int, count: int) -> None:
     from matplotlib import colormaps
 
     colour = colormaps["viridis"](0.9 * index / max(1, count - 1))
-    known = {peak: loss for peak, loss in losses.items() if math.isfinite(loss)}
-    ax.plot(list(known), list(known.values()), marker="o", ms=4, color=colour, label=name)
-    if known:
-        best = min(known, key=known.__getitem__)
-        ax.plot([best], [known[best]], "o", ms=9, mfc="none", mew=1.4, color=colour)
-
-
-def _label_peaks(ax: Axes, peaks: list[float]) -> None:
-    ax.set_xticks(peaks, [f"{peak:g}" for peak in peaks], rotation=45)
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    finite = {peak: loss for peak, loss in losses.items() if math.isfinite(loss)}
+    ax.plot(list(finite), list(finite.values()), marker="o", ms=4, color=colour, label=name)
+    if finite:
+        best = min(finite, key=finite.__getitem__)
+        ax.plot([best], [finite[best]], "o", ms=9, mfc="none", mew=1.4, color=colour)

@@ -83,8 +83,8 @@ def name_sizes(sizes: Sequence[Size]) -> dict[Size, str]:
 
 def list_methods(records: Iterable[Record]) -> list[str]:
     """Return the methods of some records, in their usual order."""
-    known = {record["method"] for record in records}
-    return [method for method in METHODS if method in known]
+    present = {record["method"] for record in records}
+    return [method for method in METHODS if method in present]
 
 
 def find_for_tables(records: Sequence[Record]) -> list[Record]:
@@ -98,7 +98,8 @@ def find_for_tables(records: Sequence[Record]) -> list[Record]:
     losses = group_records(best, *fields)
     for record in records:
         same = losses[tuple(record[field] for field in fields)]
-        above = record["val_loss"] - float(np.mean([each["val_loss"] for each in same]))
+        best_loss = float(np.mean([seed["val_loss"] for seed in same]))
+        above = record["val_loss"] - best_loss
         shown.append(record | {"table": "all", "excess": above})
     return shown
 

@@ -1,33 +1,45 @@
-"""A run of a network in progress: what runs on images and on text share.
+"""A run of a network in progress: what runs on images, on text and of fine-tuning share.
 
-A run has parts, epochs of images or stretches of text. A step launches its work on the device and
-waits for nothing. The loss stays there and is read every 50 steps, to notice a run that has
-diverged. After a part the network is evaluated, and the state may be written from which the run
-can go on.
+A run has parts: epochs of images, or the steps between two evaluations. A step launches its work
+on the device and waits for nothing. The loss stays there and is read every 50 steps, to notice a
+run that has diverged. After a part the network is evaluated, and the state may be written from
+which the run can go on.
 
 `state_dict` is everything that a run needs for that. The batches of a step depend on seed and step
 alone, so a resumed run repeats the same steps, and on one device in deterministic mode (on a CPU
 always) the same bits.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geoparam_lab.run_folder import Record
 from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.run_checkpoints import State
+from geoparam_lab.training.tasks import Tick
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-StepReport = Callable[..., None]  # takes where a run is, and examples or bytes per second
-
 LOOK_EVERY = 50  # steps between two reads of the loss
+HOPELESS = 10.0  # times log(classes), the loss of guessing: a loss above it is divergence
 FINISHED, DIVERGED = "finished", "diverged"  # outcomes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a run; docs/experiments.md ("What is written") lists the fields."""
+
+    record: Record
+    curves: Mapping[str, np.ndarray]
 
 
 class NetworkTraining:
@@ -37,6 +49,7 @@ class NetworkTraining:
     """
 
     PLAIN: tuple[str, ...] = ()  # attributes that a checkpoint holds as they are
+    EXAMPLES = "images"  # what a step has so many of
 
     def __init__(
         self,
@@ -44,11 +57,13 @@ class NetworkTraining:
         accelerator: "Accelerator",
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        report: StepReport | None,
+        classes: int,
+        tick: Tick | None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process  # in the process that writes
+        self.hopeless = HOPELESS * math.log(classes)
         self.wrapped_model, prepared = accelerator.prepare(model, optimizer)
         # Accelerate's wrapper is for fp16, and looks for a package on disk in every step: 0.4 ms.
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
@@ -56,18 +71,22 @@ class NetworkTraining:
         if settings.compile:
             torch.compiler.reset()  # torch compiles eight variants and no more, some per network
             self.wrapped_model.compile()
-        self.model.train()
 
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.factor = 1.0  # of all rates
         self.step = 0
         self.seconds = 0.0  # of training, evaluations aside
         self.outcome: str | None = None
-        self._report = report if self.is_main else None
+        self._tick = tick if self.is_main else None
 
     @property
-    def place(self) -> tuple[int, ...]:
-        """Where a run is, for `report`."""
+    def count(self) -> int:
+        """The epoch or step that a progress display names."""
+        raise NotImplementedError
+
+    @property
+    def left(self) -> float:
+        """The share of the run that is left."""
         raise NotImplementedError
 
     @property
@@ -99,6 +118,10 @@ class NetworkTraining:
         """Write a checkpoint, if one is due."""
         raise NotImplementedError
 
+    def result(self) -> Outcome:
+        """Return the outcome of a run that has ended."""
+        raise NotImplementedError
+
     def train_part(self) -> None:
         """Do all steps of a part, or until the loss is no longer finite: that is an outcome."""
         batches = self.load_part()
@@ -109,22 +132,24 @@ class NetworkTraining:
                 group["lr"] = rate * self.factor
             self.train_on(*batch)
             self.step += 1
-            if self._report is not None:
+            if self._tick is not None:
                 seen = (self.step - first) * self.step_size
-                self._report(*self.place, seen / (time.perf_counter() - start))
+                speed = seen / (time.perf_counter() - start)
+                self._tick(self.count, self.left, f"{speed:,.0f} {self.EXAMPLES}/s")
             if self.step % LOOK_EVERY == 0 and self.has_diverged():
                 break
         if self.has_diverged():
             self.outcome = DIVERGED
         self.seconds += time.perf_counter() - start
 
-    def finish(self, folder: Path) -> None:
+    def finish(self, folder: Path) -> Outcome:
         """Do the rest of a run."""
         while self.outcome is None:
             self.train_part()
             if self.outcome is None:
                 self.end_part()
             self.keep(folder)
+        return self.result()
 
     def resume(self, folder: Path) -> State | None:
         """Go on from the checkpoint in a folder, and return that; None if there is none.
@@ -155,3 +180,34 @@ class NetworkTraining:
         for name in self.PLAIN:
             setattr(self, name, state[name])
         run_checkpoints.load_state(state, self.model, self.optimizer, self.device)
+
+
+class StepTraining(NetworkTraining):
+    """A run of a given number of steps, each with its loss: on text, and of fine-tuning."""
+
+    def __init__(self, settings: Any, accelerator: "Accelerator", *arguments: Any) -> None:
+        super().__init__(settings, accelerator, *arguments)
+        self.losses = torch.full((settings.steps,), math.nan, device=self.device)
+
+    @property
+    def count(self) -> int:
+        return self.step
+
+    @property
+    def left(self) -> float:
+        return 1 - self.step / self.settings.steps
+
+    def has_diverged(self) -> bool:
+        loss = self.accelerator.reduce(self.losses[self.step - 1], "mean").item()
+        return not loss <= self.hopeless
+
+    def gather_losses(self) -> np.ndarray:
+        """Return the loss of every step, the mean over all processes; a collective call."""
+        losses: Tensor = self.accelerator.reduce(self.losses, "mean")
+        return losses.cpu().numpy()
+
+    def average_last(self, losses: np.ndarray) -> float:
+        """Return the mean of the last twentieth of a run's losses; NaN where it diverged."""
+        if self.outcome == DIVERGED:
+            return math.nan
+        return float(losses[-max(1, self.settings.steps // 20) :].mean())

@@ -1,8 +1,8 @@
 """Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown, MuonH.
 
 Each updates weights as matrices of rows (out, fan-in), convolutions flattened to that; layers of
-equal shape are stacked and updated at once. `Together` joins one of them, or `RowMuon`, with
-torch's optimizer of all other parameters.
+equal shape are stacked and updated at once. `Together` joins one of them, or `geoparam.optim`'s
+`RowMuon`, with torch's optimizer of all other parameters.
 
 Notation: w is a row of W, g its gradient, m x n the shape, mu the momentum, polar(X) = U V^T for
 X = U S V^T, by Newton-Schulz iterations in bfloat16. These bring singular values only near 1: to
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from geoparam.optim import RowMuon
 from geoparam.optim import orthogonalise as polar
 
 State = dict[str, Tensor]
@@ -41,8 +40,9 @@ class Together(torch.optim.Optimizer):
     """Several optimizers as one, with all groups and states, for schedules and checkpoints."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-        self.optimizers = [(each, len(each.param_groups)) for each in optimizers]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        self.optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -204,12 +204,3 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 def _unit(matrices: Tensor) -> Tensor:
     """Return matrices (k, m, n) over their lengths."""
     return matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-
-
-RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum
-    "muon": (RowMuon, 0.95),
-    "airbench": (Airbench, 0.6),
-    "rotational": (RotationalSGD, 0.9),
-    "angularmuown": (AngularMuown, 0.95),
-    "muonh": (MuonH, 0.95),
-}

@@ -48,3 +48,15 @@ def find_factor(
         return (step + 1) / rise
     share = (step - rise) / (steps - rise)
     return final + (1 - final) * fall(schedule, share, power, hold)
+
+
+def find_epoch_factor(schedule: str, epochs: int, warmup: float, epoch: float) -> float:
+    """Return what rates are multiplied by after so many epochs, 0.5 being within the first.
+
+    "steps" is the papers' v2: to a tenth at 1/3, 2/3 and 8/9 of all epochs (30, 60 and 80 of 90).
+    The others fall to 0 at the end, from the end of the warmup on.
+    """
+    if schedule == "steps":
+        return 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
+    rise = warmup * epochs
+    return fall(schedule, max(0.0, epoch - rise) / (epochs - rise))

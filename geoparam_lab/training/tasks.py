@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,11 +52,26 @@ class Done:
         return {"records": self.records, "curves": curves}
 
 
-class Task(NamedTuple):
-    """Networks or layers that are measured together; each is the key of its record."""
+@dataclass(frozen=True)
+class Task:
+    """Networks or layers that are trained or measured together, each with a record.
+
+    Args:
+        title: for a progress display.
+        keys: of its records.
+        settings: where it is one network of a sweep, all that decides its numbers but the data.
+        labels: what the record of that network says besides, such as what was tuned.
+    """
 
     title: str
     keys: tuple[Any, ...]
+    settings: Any = None
+    labels: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """What the record, the curves and the checkpoint of one network are called."""
+        return str(self.keys[0][0])
 
     def __str__(self) -> str:
         return self.title
@@ -132,7 +147,8 @@ class Session:
         while True:
             trials = study.get_trials(deepcopy=False)
             ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
-            results = {each["task"]: each["result"] for each in reversed(ended)}  # first counts
+            # Of several results of one task the first counts.
+            results = {trial["task"]: trial["result"] for trial in reversed(ended)}
 
             left = []
             for task in tasks:

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from geoparam_lab.training import run_checkpoints
-from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.settings import Outcome
-from geoparam_lab.training.images.train import train
+from geoparam_lab.training.images.loop import Training, train
+from geoparam_lab.training.network_training import Outcome
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -9,7 +9,8 @@ import torch
 
 from geoparam_lab.data.packed_images import PackedImages, Split
 from geoparam_lab.training import run_checkpoints
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.network_training import Outcome
 
 WIDTHS = (4, 4, 6, 6, 8, 8)
 CLASSES, TRAIN, BATCH = 6, 48, 16

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from geoparam_lab.checks import find_defaults
 from geoparam_lab.data.texts import Text
-from geoparam_lab.training.text.settings import TextTask, list_tasks
+from geoparam_lab.training.text.settings import TextSettings, list_tasks
 
 AXES = ("turns", "lrs", "momenta", "decays", "rest_lrs", "rest_decays", "scale_lrs")
 SMALL = {"context": 16, "windows": 8, "marks": 3, "precision": "fp32"}
@@ -18,13 +19,11 @@ def text() -> Text:
     return Text(content[:-600], content[-600:], "words")
 
 
-def make_task(method: str = "turn", **changes: Any) -> TextTask:
-    """Return a run of nine steps of a network with one block."""
-    from geoparam_lab.experiments.text import find_defaults
-    from geoparam_lab.training.text.settings import TextSettings
-
+def make_settings(method: str = "turn", **changes: Any) -> TextSettings:
+    """Return the settings of nine steps of a network with one block."""
     sizes: dict[str, Any] = {"widths": [16], "depths": [1], "steps": [9], "batch_sizes": [4]}
     config = {**find_defaults(TextSettings), **dict.fromkeys(AXES), **sizes, **SMALL}
     config |= {"methods": [method], "schedules": ["linear"], "seeds": 1, "one_factor": False}
     [task] = list_tasks({**config, "rest_lrs": [0.01], **changes})
-    return task
+    settings: TextSettings = task.settings
+    return settings

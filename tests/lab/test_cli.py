@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import io
+import json
 import os
 import runpy
 import shutil
@@ -23,7 +24,7 @@ from torch import nn
 
 import geoparam as gp
 from geoparam_lab import cli, experiments
-from geoparam_lab.cli import running, runs, tools
+from geoparam_lab.cli import options, running, tools
 from geoparam_lab.experiments import ENTRIES, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.images.loop import Training
@@ -126,7 +127,9 @@ def replace_run(
     experiment, given = experiments.find(name), {}
 
     def fake(*arguments: Any, **options: Any) -> Run | None:
-        given.update(inspect.signature(experiment.run).bind(*arguments, **options).arguments)
+        bound = inspect.signature(experiment.run).bind(*arguments, **options)
+        bound.apply_defaults()
+        given.update(bound.arguments)
         given.update(given.pop("settings", {}))
         return run()
 
@@ -143,7 +146,7 @@ def replace_run(
         (
             "uci --datasets energy,yacht --protocol heldout --lrs 0.1 --seeds 4 --resume",
             {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4}
-            | {"resume": True, "methods": ["sp", "wn", "bn", "gmp"]},
+            | {"resume": True, "methods": ("sp", "wn", "bn", "gmp")},
         ),
         (
             "imagenet32 --data npz --batch-sizes 256,1024 --widths 8,8 --keep-weights "
@@ -173,13 +176,23 @@ def test_options_reach_the_experiment(
     assert expected.items() <= given.items() and given["out"] == tmp_path
 
 
-def test_every_option_has_help(geoparam: Geoparam) -> None:
-    for name in ENTRIES:
-        experiment = experiments.find(name)
-        texts = runs.read_help(experiment)
-        options = [parameter.name for parameter, _ in runs.find_options(experiment)]
-        assert all(len(texts[option]) > 10 for option in options), name
-    assert "sp,wn,bn,gmp" in geoparam("run", "levy", "--help").out
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_file_of_options_is_what_the_experiments_take(name: str) -> None:
+    """If not, write it anew: python -m geoparam_lab.cli.options."""
+    command = options.describe_command(name)
+    assert json.loads(options.FILE.read_text(encoding="utf-8"))[name] == command
+    assert all(len(option["help"]) > 10 for option in command["options"].values())
+
+
+def test_an_experiment_that_is_not_in_the_file_has_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ENTRIES, "corner", ENTRIES["levy"])
+    assert options.load_command("corner") == options.load_command("levy")
+
+
+def test_help_shows_defaults(geoparam: Geoparam) -> None:
+    assert "Default: sp,wn,bn,gmp." in geoparam("run", "levy", "--help").out
 
 
 def test_ctrl_c_says_how_to_go_on(
@@ -357,7 +370,17 @@ def test_help_lists_the_commands_and_version_is_the_packages(geoparam: Geoparam)
     assert geoparam("--version") == (0, said, "")
 
 
-@pytest.mark.parametrize("words", ["--version", "--help", "run", "run --help", "demo --help"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--version",
+        "--help",
+        "run",
+        "run --help",
+        "demo --help",
+        *(f"run {n} --help" for n in ENTRIES),
+    ],
+)
 def test_help_and_version_do_not_import_torch(words: str) -> None:
     code = (
         "import sys; from geoparam_lab.cli import main\n"

@@ -13,10 +13,10 @@ import geoparam as gp
 from geoparam_lab import methods, networks
 from geoparam_lab.training import network_training, processes, run_checkpoints
 from geoparam_lab.training.images import loop, preparation
-from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.loop import Training, train
 from geoparam_lab.training.images.plateau import Plateau
-from geoparam_lab.training.images.settings import Outcome, find_rate_factor
-from geoparam_lab.training.images.train import train
+from geoparam_lab.training.network_training import Outcome
+from geoparam_lab.training.schedules import find_epoch_factor
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -317,7 +317,7 @@ def test_divergence_is_noticed_within_an_epoch(
 def test_a_loss_far_above_guessing_is_divergence_after_the_first_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "HOPELESS", 0.01)
+    monkeypatch.setattr(network_training, "HOPELESS", 0.01)
     assert_diverged(train(settings("sp"), source(), tmp_path), 1)
 
 
@@ -407,7 +407,7 @@ def test_schedules_are_torchs(name: str, epochs: int, steps: int) -> None:
         "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, steps),
     }[name]()
     for step in range(steps):
-        factor = find_rate_factor(name, epochs, 0.0, epochs * step / steps)
+        factor = find_epoch_factor(name, epochs, 0.0, epochs * step / steps)
         expected = theirs.get_last_lr()[0]
         assert factor == pytest.approx(expected, rel=1e-12, abs=0 if name == "steps" else 1e-9)
         optimizer.step()

@@ -14,9 +14,9 @@ import torch
 from image_runs import STEPS, Killed, assert_same_run, die, kill_at, save_half, settings, source
 
 from geoparam_lab.training import run_checkpoints
-from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.settings import Outcome, Settings
-from geoparam_lab.training.images.train import train
+from geoparam_lab.training.images.loop import Training, train
+from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.network_training import Outcome
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -21,8 +22,9 @@ from geoparam_lab.experiments import image_figures, image_text, images
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
 from geoparam_lab.training import tasks
-from geoparam_lab.training.images import train
-from geoparam_lab.training.images.settings import COMMON, Outcome, Settings
+from geoparam_lab.training.images import loop
+from geoparam_lab.training.images.settings import COMMON, Settings
+from geoparam_lab.training.network_training import Outcome
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -69,7 +71,7 @@ def run_and_say(
     out: Path, data: Path, said: Path, stop: float = 10**9, options: dict[str, Any] | None = None
 ) -> None:
     """Run, write into a file what is trained, and be killed at `stop`."""
-    work = train.train
+    work = loop.train
 
     def say(settings: Settings, *arguments: Any, **others: Any) -> Outcome:
         with said.open("a") as file:
@@ -81,7 +83,7 @@ def run_and_say(
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
-    train.train, image_figures.draw = say, lambda *_: None
+    loop.train, image_figures.draw = say, lambda *_: None
     tasks.INTERVAL = 0  # seconds between two words of progress
     run(out, data, progress=progress, **(options or {}))
 
@@ -97,7 +99,7 @@ def pretend_to_train(settings: Settings, *_: Any, tick: Any = None, **__: Any) -
     record |= dict.fromkeys(results, math.nan) if diverges else results
     record |= {"epochs": epochs, "outcome": "diverged" if diverges else "finished"}
     if tick is not None:
-        tick(0, 1, 1234.5)
+        tick(1, 1.0, "1,234 images/s")
     return Outcome(record, {"train_top5": rise + 5, "val_top5": rise})
 
 
@@ -190,7 +192,7 @@ def test_processes_share_a_sweep(
     both = [forked.start(run_and_say, tmp_path / name, data, said, 10**9, shared) for name in "ab"]
     assert [forked.end(process) for process in both] == [0, 0]
     assert set(said.read_text().splitlines()) == {"bn 0", "bn 1", "gmp+imn 0", "gmp+imn 1"}
-    monkeypatch.setattr(train, "train", None)
+    monkeypatch.setattr(loop, "train", Mock(side_effect=AssertionError))
     late = run(tmp_path / "late", data, storage=storage)
     for done in (Run.open(tmp_path / "a"), Run.open(tmp_path / "b"), late):
         assert by_name(done) == by_name(finished) and lines(done) == 4
@@ -290,7 +292,7 @@ def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
 def sweep(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three methods, batch sizes and rates, without the training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train", pretend_to_train)
+        patch.setattr(loop, "train", pretend_to_train)
         draw = image_figures.draw
         patch.setattr(image_figures, "draw", lambda *_: None)
         options = {"lrs": [0.01, 0.1, 3.0], "batch_sizes": [8, 16, 32], "epochs": 30}

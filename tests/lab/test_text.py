@@ -10,6 +10,7 @@ import pytest
 from image_runs import without_times
 from text_runs import text as make_text
 
+from geoparam_lab.checks import find_defaults
 from geoparam_lab.experiments import text, text_results
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
@@ -59,7 +60,7 @@ def test_one_factor_varies_around_the_first_of_each(whole: Run) -> None:
 def test_a_method_has_the_numbers_that_are_its_own() -> None:
     axes = {"decays": [0.1, 0.3], "momenta": [0.9], "rest_lrs": [0.01], "scale_lrs": [0.03]}
     axes |= {"rest_decays": None, "schedules": ["linear", "power"], "seeds": 2}
-    config = {**GRID, **axes, **text.find_defaults(text.TextSettings), "one_factor": False}
+    config = {**GRID, **axes, **find_defaults(text.TextSettings), "one_factor": False}
     config |= {"widths": [16], "depths": [1], "methods": ["turn", "muon", "adamw"]}
     names = [task.name for task in list_tasks(config)]
     counts = [sum(name.startswith(f"{m}-") for name in names) for m in config["methods"]]
@@ -71,7 +72,7 @@ def test_a_method_has_the_numbers_that_are_its_own() -> None:
 
 def test_a_method_may_have_values_of_its_own() -> None:
     axes = dict.fromkeys(("decays", "momenta", "rest_lrs", "rest_decays", "scale_lrs"))
-    config = {**GRID, **axes, **text.find_defaults(text.TextSettings), "widths": [16]}
+    config = {**GRID, **axes, **find_defaults(text.TextSettings), "widths": [16]}
     config |= {"depths": [1], "schedules": ["linear"], "seeds": 1}
     config["methods"] = ["muon:lr=0.3:decay=0,0.5", "turn:turn=7:schedule=hold,cosine", "muon"]
     found = [(t.settings.method, t.settings.turn or t.settings.lr) for t in list_tasks(config)]
@@ -200,7 +201,7 @@ def test_shakespeare_is_nanogpts_setting_and_asks_for_its_text(tmp_path: Path) -
     assert run is not None
     with pytest.raises(ValueError, match="give its input.txt as --data"):
         run(tmp_path)
-    found = text.find_defaults(text.ShakespeareSettings)
+    found = find_defaults(text.ShakespeareSettings)
     expected = {"heads": 6, "dropout": 0.2, "beta2": 0.99, "tied": True, "mlp": "gelu"}
     assert found | expected == found and found["marks"] == 20
 

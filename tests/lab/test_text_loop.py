@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from image_runs import Killed, die, kill_at, without_times
-from text_runs import make_task, text
+from text_runs import make_settings, text
 from torch.nn import functional as F
 
 import geoparam as gp
 from geoparam_lab.training import processes, run_checkpoints
+from geoparam_lab.training.network_training import Outcome
 from geoparam_lab.training.schedules import find_factor
-from geoparam_lab.training.tasks import Done
 from geoparam_lab.training.text import loop, preparation
 from geoparam_lab.training.text.loop import TextTraining, train
 from geoparam_lab.training.text.settings import METHODS
@@ -25,22 +25,19 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 def start(method: str = "turn", **changes: Any) -> TextTraining:
     accelerator = processes.make_accelerator("fp32")
-    return TextTraining(make_task(method, **changes).settings, text(), accelerator)
+    return TextTraining(make_settings(method, **changes), text(), accelerator)
 
 
-def assert_same(found: Done, expected: Done) -> None:
-    [record], [theirs] = found.records, expected.records
-    np.testing.assert_equal(without_times(record), without_times(theirs))
-    [curves], [others] = found.curves.values(), expected.curves.values()
-    np.testing.assert_equal(dict(curves), dict(others))
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
+    np.testing.assert_equal(without_times(outcome.record), without_times(expected.record))
+    np.testing.assert_equal(dict(outcome.curves), dict(expected.curves))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(method: str, tmp_path: Path) -> None:
-    done = train(make_task(method, steps=[60], lrs=[0.02]), text(), tmp_path)
-    [record] = done.records
+    outcome = train(make_settings(method, steps=[60], lrs=[0.02]), text(), tmp_path)
+    record, curves = outcome.record, outcome.curves
     assert record["outcome"] == "finished" and record["val_loss"] < 0.6 * math.log(256)
-    [curves] = done.curves.values()
     assert curves["train_loss"].shape == (60,) and list(curves["val_step"]) == [20, 40, 60]
     assert record["tokens"] == 60 * 4 * 16
 
@@ -124,24 +121,14 @@ def test_without_a_turn_the_rest_has_its_own_rate(coordinates: str) -> None:
 
 
 def test_hidden_matrices_are_the_rivals_and_the_rest_is_adamws() -> None:
-    model = preparation.build(make_task("muon").settings)
-    optimizer = preparation.make_optimizer(make_task("muon").settings, model)
+    model = preparation.build(make_settings("muon"))
+    optimizer = preparation.make_optimizer(make_settings("muon"), model)
     first, matrices, gains = optimizer.param_groups
     assert {id(p) for p in first["params"]} == {id(p) for p in model.hidden_weights()}
     rest = {id(p) for p in (model.token.weight, model.position.weight, model.head.weight)}
     assert {id(p) for p in matrices["params"]} == rest
     assert all(p.ndim == 1 for p in gains["params"])
     assert (first["lr"], first["weight_decay"], matrices["lr"]) == (0.02, 0.1, 0.01)
-
-
-def test_momentum_is_warmed_up() -> None:
-    training = start("muon", momentum_warmup=4)
-    found = []
-    for step in range(6):
-        training.train_on(training.draw_windows(step))
-        training.step += 1
-        found.append(training.optimizer.param_groups[0]["momentum"])
-    assert found == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, 0.95])
 
 
 def test_gradients_are_clipped() -> None:
@@ -162,26 +149,27 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 0.0)
-    task = make_task(method, dropout=0.2, schedules=["cosine"])
-    expected = train(task, text(), tmp_path / "whole")
+    settings = make_settings(method, dropout=0.2, schedules=["cosine"])
+    expected = train(settings, text(), tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(TextTraining, "train_on", kill_at(6, TextTraining.train_on, die))
-        train(task, text(), tmp_path / "parts")
+        train(settings, text(), tmp_path / "parts")
     assert (tmp_path / "parts" / run_checkpoints.CHECKPOINT).exists()
     torch.manual_seed(9)  # another process
-    assert_same(train(task, text(), tmp_path / "parts"), expected)
+    assert_same(train(settings, text(), tmp_path / "parts"), expected)
 
 
 def test_the_checkpoint_of_another_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 0.0)
-    train(make_task(), text(), tmp_path)
+    train(make_settings(), text(), tmp_path)
     with pytest.raises(ValueError, match="is not of this run"):
-        train(make_task(steps=[12]), text(), tmp_path)
+        train(make_settings(steps=[12]), text(), tmp_path)
 
 
 def test_a_run_that_diverges_ends_with_nan(tmp_path: Path) -> None:
-    done = train(make_task("adamw", lrs=[1e20], steps=[60], clip=0.0), text(), tmp_path)
-    [record] = done.records
+    record = train(
+        make_settings("adamw", lrs=[1e20], steps=[60], clip=0.0), text(), tmp_path
+    ).record
     assert record["outcome"] == "diverged" and math.isnan(record["val_loss"])

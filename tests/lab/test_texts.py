@@ -59,6 +59,14 @@ def test_each_part_is_longer_than_the_context(tmp_path: Path) -> None:
         text.check_length(100)
 
 
+@pytest.mark.parametrize("name", ["no.txt", "empty.txt"])
+def test_a_wrong_validation_text_is_said_to_be_that(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(CONTENT)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}.*as --validation"):
+        texts.load_text(tmp_path / "a.txt", tmp_path / name)
+
+
 def test_validation_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--validation goes with --data"):
         texts.load_text(None, tmp_path / "b.txt")

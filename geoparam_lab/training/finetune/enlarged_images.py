@@ -30,7 +30,7 @@ class EnlargedImages:
         self.classes = source.classes
         self.settings, self.device = settings, device
         self.source = source
-        self.chosen = _choose(source, settings)
+        self.part = _choose_part(source, settings)
         # The source subtracts its own mean.
         shift = torch.tensor(source.mean) - torch.tensor(MEAN)
         self.shift = shift.view(3, 1, 1).to(device)
@@ -38,14 +38,14 @@ class EnlargedImages:
 
     def train(self, batch_size: int, seed: int) -> Iterator[Batch]:
         """Yield batches without end, epoch by epoch, half of the images flipped."""
-        batches = self.chosen.train(batch_size, seed=seed, device=self.device)
+        batches = self.part.train(batch_size, seed=seed, device=self.device)
         for epoch in itertools.count():
             for images, labels in batches.epoch(epoch):
                 yield self._enlarge(images), labels
 
     def held_out(self) -> Iterator[Batch]:
         """Yield the images that choose a rate."""
-        for images, labels in self.chosen.val(PART, device=self.device).epoch(0):
+        for images, labels in self.part.val(PART, device=self.device).epoch(0):
             yield self._enlarge(images), labels
 
     def test(self) -> Iterator[Batch]:
@@ -68,7 +68,7 @@ class EnlargedImages:
         return large.contiguous(memory_format=torch.channels_last)
 
 
-def _choose(source: Source, settings: FinetuneSettings) -> Source:
+def _choose_part(source: Source, settings: FinetuneSettings) -> Source:
     """Return a source that trains on `images` and validates on `held_out` others."""
     total, test = source.fingerprint["train"], source.fingerprint["val"]
     wanted = settings.images + settings.held_out

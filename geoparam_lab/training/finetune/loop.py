@@ -7,73 +7,122 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.finetune import pretrained
 from geoparam_lab.training.finetune.enlarged_images import Batch, EnlargedImages
-from geoparam_lab.training.finetune.settings import FinetuneSettings, FinetuneTask
-from geoparam_lab.training.processes import check_processes, make_accelerator, prepare_torch
+from geoparam_lab.training.finetune.settings import FinetuneSettings
+from geoparam_lab.training.network_training import FINISHED, Outcome, StepTraining
+from geoparam_lab.training.processes import prepare_run
 from geoparam_lab.training.schedules import find_factor
-from geoparam_lab.training.tasks import Done
+from geoparam_lab.training.tasks import Tick
 
-StepReport = Callable[[int, float], None]  # takes the step and steps per second
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-LOOK_EVERY = 50  # steps between two reads of the loss
 CALIBRATION = 256  # images whose means IMN starts from
-HEAD_BATCH, HEAD_RATE = 100, 1e-3  # for the output layer alone
 MEGABYTE = 2**20
+_REPORTED = ("method", "batch_size", "lr", "seed", "steps")
+
+
+class FinetuneTraining(StepTraining):
+    """A run in progress; it has one part, all its steps."""
+
+    def __init__(
+        self,
+        settings: FinetuneSettings,
+        images: EnlargedImages,
+        weights: pretrained.State,
+        accelerator: "Accelerator",
+        tick: Tick | None = None,
+    ) -> None:
+        self.images = images
+        model = prepare_network(settings, images, weights, accelerator.device)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
+        optimizer = pretrained.make_optimizer(settings, model)
+        super().__init__(settings, accelerator, model, optimizer, images.classes, tick)
+        self.costs: dict[str, float] = {}  # time and memory
+        self.saved = SavedMemory(self.model)
+        self.top1 = {"select_top1": math.nan, "top1": math.nan}
+
+    @property
+    def step_size(self) -> int:
+        return self.settings.batch_size
+
+    def load_part(self) -> Iterator[tuple[Tensor, ...]]:
+        batches = self.images.train(self.settings.batch_size, self.settings.seed)
+        return itertools.islice(batches, self.settings.steps)
+
+    def find_factor(self) -> float:
+        settings = self.settings
+        return find_factor(self.step, settings.steps, settings.schedule, warmup=settings.warmup)
+
+    def train_on(self, *batch: Tensor) -> None:
+        x, y = batch
+        with contextlib.nullcontext() if self.step else self.saved:
+            loss = F.cross_entropy(self.wrapped_model(x), y)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses[self.step] = loss.detach()
+
+    def train_part(self) -> None:
+        start = time.process_time()
+        super().train_part()
+        cpu_seconds = time.process_time() - start
+        self.costs = {
+            "seconds": self.seconds,
+            "cpu_seconds": cpu_seconds,
+            "steps_per_second": self.step / self.seconds,
+            "saved_mb": self.saved.bytes / MEGABYTE,
+        }
+        if self.device.type == "cpu":
+            self.costs["cpu_ms"] = 1e3 * cpu_seconds / self.step
+        if self.device.type == "cuda":
+            self.costs["peak_mb"] = torch.cuda.max_memory_allocated(self.device) / MEGABYTE
+
+    def end_part(self) -> None:
+        self.top1["select_top1"] = find_accuracy(self.model, self.images.held_out())
+        self.top1["top1"] = find_accuracy(self.model, self.images.test())
+        self.outcome = FINISHED
+
+    def keep(self, folder: Path) -> None:
+        """Write nothing."""
+
+    def result(self) -> Outcome:
+        losses = self.gather_losses()
+        record: Record = {
+            **{name: getattr(self.settings, name) for name in _REPORTED},
+            **self.top1,
+            "train_loss": self.average_last(losses),
+            "outcome": self.outcome,
+            "parameters": self.parameters,
+            **self.costs,
+        }
+        return Outcome(record, {"train_loss": losses})
 
 
 def train(
-    task: FinetuneTask,
-    images: EnlargedImages,
-    weights: pretrained.State,
-    report: StepReport | None = None,
-) -> Done:
-    """Fine-tune one network, and test it."""
-    settings = task.settings
-    accelerator = make_accelerator(settings.precision)
-    check_processes(accelerator, settings.precision, settings.batch_size)
-    device = accelerator.device
-    with prepare_torch(settings.seed, False, device):
-        model = prepare_network(settings, images, weights, device)
-        parameters = sum(p.numel() for p in model.parameters())
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        measured, losses = run_steps(settings, model, images, report)
-        if device.type == "cuda":
-            measured["peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
-
-        has_diverged = not is_sound(losses, images.classes)
-        top1 = {"select_top1": math.nan, "top1": math.nan}
-        if not has_diverged:
-            with _autocast(settings, device):
-                top1["select_top1"] = find_accuracy(model, images.held_out())
-                top1["top1"] = find_accuracy(model, images.test())
-
-    last = losses[-max(1, settings.steps // 20) :]  # a twentieth of the run
-    record: Record = {
-        "name": task.name,
-        "method": settings.method,
-        "batch_size": settings.batch_size,
-        "lr": settings.lr,
-        "seed": settings.seed,
-        "steps": settings.steps,
-        **top1,
-        "train_loss": math.nan if has_diverged else float(last.mean()),
-        "outcome": "diverged" if has_diverged else "finished",
-        "parameters": parameters,
-        **measured,
-    }
-    return Done([record], {task.name: {"train_loss": losses}})
+    settings: FinetuneSettings,
+    data: tuple[Any, pretrained.State],
+    folder: Path,
+    *,
+    tick: Tick | None = None,
+) -> Outcome:
+    """Fine-tune one network, and test it; `data` is the images and the pretrained weights."""
+    source, weights = data
+    with prepare_run(settings, settings.precision) as accelerator:
+        images = EnlargedImages(source, settings, accelerator.device)
+        return FinetuneTraining(settings, images, weights, accelerator, tick).finish(folder)
 
 
 def prepare_network(
@@ -85,87 +134,12 @@ def prepare_network(
     """Return the network under its method, on the device."""
     model = pretrained.build_plain(settings, weights, images.classes).eval()
     model.to(device).to(memory_format=torch.channels_last)
-    if settings.head_epochs:
-        fit_head(model, images, settings.head_epochs)
     count = min(CALIBRATION, settings.images)
     part = min(32, count)
     batches = itertools.islice(images.train(part, seed=0), count // part)
     calibration = [batch for batch, _ in batches]
     model = pretrained.apply_method(model, settings, calibration)
     return model.to(memory_format=torch.channels_last)
-
-
-def fit_head(model: Any, images: EnlargedImages, epochs: int) -> None:
-    """Train the output layer alone, on features that the network in evaluation computes once."""
-    classifier, model.classifier = model.classifier, nn.Identity()
-    part = min(HEAD_BATCH, images.settings.images)
-    batches = itertools.islice(images.train(part, seed=0), images.settings.images // part)
-    with torch.no_grad():
-        pairs = [(model(x), y) for x, y in batches]
-    features, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    model.classifier = classifier
-
-    head = classifier[-1]
-    optimizer = torch.optim.Adam(head.parameters(), lr=HEAD_RATE)
-    for _ in range(epochs):
-        order = torch.randperm(len(labels)).to(labels.device)
-        for chosen in order.split(part):
-            optimizer.zero_grad()
-            F.cross_entropy(head(features[chosen]), labels[chosen]).backward()
-            optimizer.step()
-    optimizer.zero_grad()
-
-
-def run_steps(
-    settings: FinetuneSettings,
-    model: nn.Module,
-    images: EnlargedImages,
-    report: StepReport | None = None,
-) -> tuple[Record, np.ndarray]:
-    """Do all steps, or stop where the loss is hopeless; return time and memory, and losses."""
-    optimizer = pretrained.make_optimizer(settings, model)
-    schedule = LambdaLR(
-        optimizer,
-        lambda step: find_factor(step, settings.steps, settings.schedule, warmup=settings.warmup),
-    )
-    losses = torch.full((settings.steps,), math.nan, device=images.device)
-    batches = images.train(settings.batch_size, settings.seed)
-    saved = SavedMemory(model)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for step, (x, y) in enumerate(itertools.islice(batches, settings.steps)):
-        counting = saved if step == 0 else contextlib.nullcontext()
-        with counting, _autocast(settings, images.device):
-            loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses[step] = loss.detach()
-        done = step + 1
-        if report is not None:
-            report(done, done / (time.perf_counter() - start))
-        if done % LOOK_EVERY == 0 and not is_sound(losses[step : step + 1], images.classes):
-            break
-    found = losses.cpu().numpy()  # waits for the device
-    seconds = time.perf_counter() - start
-    measured: Record = {
-        "seconds": seconds,
-        "cpu_seconds": time.process_time() - cpu_start,
-        "steps_per_second": done / seconds,
-        "saved_mb": saved.bytes / MEGABYTE,
-    }
-    if images.device.type == "cpu":
-        measured["cpu_ms"] = 1e3 * measured["cpu_seconds"] / done
-    return measured, found
-
-
-def _autocast(settings: FinetuneSettings, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16")
-
-
-def is_sound(losses: Any, classes: int) -> bool:
-    """Return whether the last loss is finite, and below ten times that of guessing."""
-    return bool(losses[-1] <= 10 * math.log(classes))
 
 
 @torch.no_grad()
@@ -184,13 +158,13 @@ class SavedMemory(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, model: nn.Module) -> None:
         self.bytes = 0
-        known = {parameter.data_ptr() for parameter in model.parameters()}
+        counted = {parameter.data_ptr() for parameter in model.parameters()}
 
-        def note(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                known.add(storage.data_ptr())
+            if storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
             return tensor
 
-        super().__init__(note, lambda tensor: tensor)
+        super().__init__(count, lambda tensor: tensor)

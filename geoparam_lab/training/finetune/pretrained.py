@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import geoparam as gp
+from geoparam_lab.training import optimizers
 from geoparam_lab.training.finetune.settings import FinetuneSettings
 
 GROUP = 16  # channels that share a GroupNorm's statistics, or the largest divisor of these
@@ -113,15 +114,15 @@ def _use_group_norm(model: nn.Module) -> nn.Module:
         channels = norm.num_features
         new = nn.GroupNorm(channels // math.gcd(channels, GROUP), channels, norm.eps)
         new.weight, new.bias = norm.weight, norm.bias
-        parent, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(parent), own_name, new)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new)
     return model
 
 
 def make_optimizer(settings: FinetuneSettings, model: nn.Module) -> torch.optim.Optimizer:
     """Return SGD with momentum, with the geometry in its step where the method says so."""
+    sgd = optimizers.make_torchs("sgd", settings.momentum)
     if settings.method == "fold+geometric":
-        return gp.GeometricOptimizer(
-            model, torch.optim.SGD, lr=settings.lr, momentum=settings.momentum
-        )
-    return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+        return optimizers.make_geometric(model, sgd, lr=settings.lr)
+    plain: torch.optim.Optimizer = sgd(model.parameters(), lr=settings.lr)
+    return plain

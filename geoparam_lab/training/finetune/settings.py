@@ -1,19 +1,20 @@
 """The settings of one run of fine-tuning, and the runs of a sweep.
 
-A sweep goes by what it has found. Each method at each batch size gets the same rates with the
-first seed. Where the best of them, on the images held out, is at an edge of the grid, the grid is
-extended by one rate, at most `EXTENSIONS` times. The best rate then gets the other seeds.
+Which runs a sweep has depends on its results. Each method at each batch size gets the same rates
+with the first seed. Where the best of them, on the images held out, is at an edge of the grid, the
+grid is extended by one rate, at most `EXTENSIONS` times. The best rate then gets the other seeds.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from geoparam_lab.checks import check_counts, check_names
-from geoparam_lab.run_folder import Record
+from geoparam_lab.checks import check_fields, check_names, find_defaults
+from geoparam_lab.run_folder import Record, select_records
 from geoparam_lab.training.processes import PRECISIONS
 from geoparam_lab.training.schedules import SCHEDULES
+from geoparam_lab.training.tasks import Task
 
 METHODS = {
     "bn": "BatchNorm in training mode",
@@ -25,6 +26,14 @@ METHODS = {
     "frozen": "the same, its means constant",
 }
 EXTENSIONS = 3
+SMALLEST = 32  # pixels: MobileNetV2 halves an image five times
+_CHOICES: dict[str, Any] = {"schedule": SCHEDULES, "precision": PRECISIONS}
+_RULES = {
+    ">= 1": ("batch_size", "images", "held_out", "test_images", "steps"),
+    "from 0 to below 1": ("momentum", "warmup"),
+    "above 0 and at most 1": ("running_momentum",),
+    "above 0 and finite": ("lr", "width"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,21 +45,20 @@ class FinetuneSettings:
     Args:
         method: one of `METHODS`.
         batch_size: images in a step.
-        lr: the rate at the schedule's peak.
-        seed: of the output layer, the images' order, flips and dropout.
-        images: how many of the training images are trained on.
-        held_out: how many other training images choose the rate.
-        test_images: how many of the validation images the networks are tested on, equally spaced;
-            all by default.
-        size: pixels that images are enlarged to, in height and width.
-        width: of the network, as torchvision's width_mult.
-        head_epochs: epochs in which the output layer alone is trained first, by Adam, on features
-            of the pretrained network.
-        steps: of the optimizer.
-        momentum: of SGD, for all parameters.
-        schedule: after the warmup: "linear", "cosine", "power" (1 - t^p), "hold" (and fall).
-        warmup: share of all steps in which the rate rises from 0.
-        running_momentum: share of a new batch in running statistics: of bn and of imn.
+        lr: learning rate at the schedule's peak.
+        seed: seed of the output layer, the images' order, flips and dropout.
+        images: number of training images that are trained on.
+        held_out: number of other training images, on which the rate is chosen.
+        test_images: number of validation images, equally spaced, that the networks are tested on;
+            by default all.
+        size: height and width in pixels to which images are enlarged.
+        width: width of the network, as torchvision's width_mult; that of the weights.
+        steps: number of optimizer steps in a run.
+        momentum: SGD's momentum, of all parameters.
+        schedule: how the rate falls after the warmup: "linear", "cosine", "power" (1 - the square
+            root of the share done) or "hold" (four fifths of the steps, then along a line).
+        warmup: share of all steps in which the rate rises from 0, from 0 to below 1.
+        running_momentum: share of each new batch in running statistics, of bn and of imn.
         precision: "fp32", or "bf16" for autocast.
     """
 
@@ -63,91 +71,57 @@ class FinetuneSettings:
     test_images: int | None = None
     size: int = 96
     width: float = 1.0
-    head_epochs: int = 0
     steps: int = 1500
     momentum: float = 0.9
     schedule: str = "cosine"
     warmup: float = 0.05
     running_momentum: float = 0.01
     precision: str = "fp32"
+    accumulate: ClassVar[int] = 1
+    compile: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_names("each of methods", METHODS, self.method)
-        check_names("schedule", SCHEDULES, self.schedule)
-        check_names("precision", PRECISIONS, self.precision)
-        counted = ("batch_size", "images", "held_out", "test_images", "steps")
-        check_counts(**{name: getattr(self, name) for name in counted})
-        if self.head_epochs < 0:
-            raise ValueError(f"head_epochs must be >= 0; got {self.head_epochs}.")
-        if self.size < 32:  # MobileNetV2 halves it five times
-            raise ValueError(f"size must be >= 32; got {self.size}.")
-        for name in ("momentum", "warmup"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must be from 0 to below 1; got {value}.")
-        if not 0 < self.running_momentum <= 1:
-            raise ValueError(
-                f"running_momentum must be above 0 and at most 1; got {self.running_momentum}."
-            )
-        for name in ("lr", "width"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite; got {value}.")
+        check_fields(self, _CHOICES, _RULES)
+        if self.size < SMALLEST:
+            raise ValueError(f"size must be >= {SMALLEST}; got {self.size}.")
 
 
-COMMON: Record = {  # what all runs of a sweep share, and its defaults
-    field.name: field.default for field in fields(FinetuneSettings) if field.default is not MISSING
-}
+COMMON = find_defaults(FinetuneSettings)  # what all runs of a sweep share
 
 
-@dataclass(frozen=True)
-class FinetuneTask:
-    """One run of a sweep, as a task of `training.tasks.Session`."""
-
-    settings: FinetuneSettings
-
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.name,)]
-
-    @property
-    def name(self) -> str:
-        one = self.settings
-        return f"{one.method}-batch{one.batch_size}-lr{one.lr:g}-seed{one.seed}"
-
-    def __str__(self) -> str:
-        one = self.settings
-        return f"{one.method}, batch {one.batch_size}, rate {one.lr:g}, seed {one.seed}"
+def make_task(settings: FinetuneSettings) -> Task:
+    """Return a run as a task."""
+    method, batch_size, lr = settings.method, settings.batch_size, settings.lr
+    name = f"{method}-batch{batch_size}-lr{lr:g}-seed{settings.seed}"
+    title = f"{method}, batch {batch_size}, rate {lr:g}, seed {settings.seed}"
+    return Task(title, ((name,),), settings)
 
 
-def list_tasks(config: Record, records: Sequence[Record] = ()) -> list[FinetuneTask]:
+def list_tasks(config: Record, records: Sequence[Record] = ()) -> list[Task]:
     """Return the runs of a sweep, as far as they are known from the records of those done."""
     common = {name: config[name] for name in COMMON}
-    first: list[FinetuneTask] = []
-    others: list[FinetuneTask] = []
+    first: list[FinetuneSettings] = []
+    others: list[FinetuneSettings] = []
     for batch_size in config["batch_sizes"]:
         for method in config["methods"]:
             top1 = _find_top1(records, method, batch_size)
             rates = extend_grid(config["lrs"], top1)
             problem = {**common, "method": method, "batch_size": batch_size}
-            first += [FinetuneTask(FinetuneSettings(**problem, lr=lr, seed=0)) for lr in rates]
+            first += [FinetuneSettings(**problem, lr=lr, seed=0) for lr in rates]
             if top1.keys() >= set(rates):
                 best = _choose_rate(rates, top1)
-                for seed in range(1, config["seeds"]):
-                    settings = FinetuneSettings(**problem, lr=best, seed=seed)
-                    others.append(FinetuneTask(settings))
-    others.sort(key=lambda task: task.settings.seed)
-    return first + others
+                seeds = range(1, config["seeds"])
+                others += [FinetuneSettings(**problem, lr=best, seed=seed) for seed in seeds]
+    others.sort(key=lambda settings: settings.seed)
+    return [make_task(settings) for settings in first + others]
 
 
 def _find_top1(records: Sequence[Record], method: str, batch_size: int) -> dict[float, float]:
     """Return the first seed's accuracy on images held out, by rate."""
-    problem = method, batch_size, 0
-    return {
-        record["lr"]: record["select_top1"]
-        for record in records
-        if (record["method"], record["batch_size"], record["seed"]) == problem
-    }
+    same = select_records(records, method=method, batch_size=batch_size, seed=0)
+    return {record["lr"]: record["select_top1"] for record in same}
 
 
 def extend_grid(lrs: Sequence[float], top1: Mapping[float, float]) -> list[float]:

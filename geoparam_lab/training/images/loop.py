@@ -15,24 +15,20 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis import QUANTITIES
 from geoparam_lab.data.image_source import Batches, Source
-from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training import run_checkpoints, schedules
 from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.angle_metric import AngleMetric
 from geoparam_lab.training.images.plateau import PLATEAUS, Plateau
-from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
-from geoparam_lab.training.network_training import (
-    DIVERGED,
-    FINISHED,
-    NetworkTraining,
-    StepReport,
-)
+from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.network_training import DIVERGED, FINISHED, NetworkTraining, Outcome
+from geoparam_lab.training.processes import prepare_run
+from geoparam_lab.training.tasks import Tick
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 BOUNDARIES = "boundaries.npy"  # the tracker's history
 PROBE = 64  # images on which a tracker sees dead units and regions
-HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 FEWEST_STEPS = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
 STOPPED, COLLAPSED = "stopped early", "collapsed"  # further outcomes
 
@@ -85,7 +81,7 @@ def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
 
 
 class Training(NetworkTraining):
-    """A run in progress; `report` is called with epoch, step in it, and images per second."""
+    """A run in progress; its parts are epochs."""
 
     PLAIN = ("epoch", "best_epoch", "best_weights", "seconds", "final", "outcome", "curves")
 
@@ -94,13 +90,13 @@ class Training(NetworkTraining):
         settings: Settings,
         source: Source,
         accelerator: "Accelerator",
-        report: StepReport | None = None,
+        tick: Tick | None = None,
     ) -> None:
         accelerator.gradient_accumulation_steps = settings.accumulate
         accelerator.step = 0  # an earlier run may have stopped within an accumulation
         model = preparation.make_network(settings, source, accelerator)
         optimizer = preparation.make_optimizer(settings, model)
-        super().__init__(settings, accelerator, model, optimizer, report)
+        super().__init__(settings, accelerator, model, optimizer, source.classes, tick)
         self.classes = source.classes
 
         place: dict[str, Any] = {
@@ -117,9 +113,9 @@ class Training(NetworkTraining):
         self.epoch = 0
         self.sums = Sums(accelerator.device)
         self.split = "select" if select else "val"
-        names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
+        names = [f"{split}_{name}" for split in ("train", self.split) for name in MEASURES]
         self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
-        self.final = [float("nan")] * len(MEASURES)  # of the unseen images
+        self.final = [math.nan] * len(MEASURES)  # of the unseen images
         self.plateau: Plateau | None = None
         if settings.schedule in PLATEAUS:
             self.plateau = Plateau(settings.schedule, settings.patience)
@@ -128,8 +124,12 @@ class Training(NetworkTraining):
         self.tracker: gp.BoundaryTracker | None = None
 
     @property
-    def place(self) -> tuple[int, ...]:
-        return self.epoch, self.step
+    def count(self) -> int:
+        return self.epoch + 1
+
+    @property
+    def left(self) -> float:
+        return 1 - (self.epoch + self.step / self.batches.steps) / self.settings.epochs
 
     @property
     def step_size(self) -> int:
@@ -161,8 +161,10 @@ class Training(NetworkTraining):
         warmth = min((self.epoch * steps + self.step + 1) / rise, 1.0)
         if self.plateau is not None:
             return warmth * self.plateau.factor
-        schedule = settings.schedule, settings.epochs, settings.warmup
-        return warmth * find_rate_factor(*schedule, self.epoch + self.step / steps)
+        epoch = self.epoch + self.step / steps
+        return warmth * schedules.find_epoch_factor(
+            settings.schedule, settings.epochs, settings.warmup, epoch
+        )
 
     def has_diverged(self) -> bool:
         return not math.isfinite(self.sums.average(self.accelerator).loss)
@@ -171,7 +173,7 @@ class Training(NetworkTraining):
         """Evaluate, and decide how to go on."""
         trained = self.sums.average(self.accelerator)
         evaluated = self.evaluate(self.validation)
-        is_hopeless = self.epoch > 0 and trained.loss > HOPELESS * math.log(self.classes)
+        is_hopeless = self.epoch > 0 and trained.loss > self.hopeless
         if is_hopeless or not math.isfinite(trained.loss + evaluated.loss):
             self.outcome = DIVERGED
             return
@@ -274,18 +276,17 @@ class Training(NetworkTraining):
             self.tracker.load_state_dict(state["tracker"] or done)
 
     def result(self) -> Outcome:
-        """Return the outcome of a run that has ended."""
-        settings, diverged = self.settings, self.outcome == DIVERGED
+        settings, has_diverged = self.settings, self.outcome == DIVERGED
         results = {
-            name: float("nan") if diverged else curve[self.best_epoch]
+            name: math.nan if has_diverged else curve[self.best_epoch]
             for name, curve in self.curves.items()
             if name.endswith(MEASURES)
         }
         if settings.select:
-            results |= {f"val_{n}": value for n, value in zip(MEASURES, self.final, strict=True)}
+            results |= {
+                f"val_{name}": value for name, value in zip(MEASURES, self.final, strict=True)
+            }
         names = ("network", "method", "seed", "lr", "batch_size", "schedule", "init")
-        duration = float(np.median(np.diff([0.0, *self.curves["seconds"]]))) if self.epoch else 0.0
-        images = self.batches.steps * settings.batch_size
         record: dict[str, Any] = {
             **{name: getattr(settings, name) for name in names},
             "top1": results.pop("val_top1"),
@@ -293,15 +294,25 @@ class Training(NetworkTraining):
             **results,
             "outcome": self.outcome,
             "epochs": self.epoch,
-            "best_epoch": -1 if diverged else self.best_epoch,
-            "images_per_second": images / duration if duration else float("nan"),
+            "best_epoch": -1 if has_diverged else self.best_epoch,
+            "images_per_second": self._find_speed(),
             "processes": self.accelerator.num_processes,
-            **({} if diverged else self._times()),
         }
-        repeatable = {name: curve for name, curve in self.curves.items() if name != "seconds"}
-        return Outcome(record, {name: np.array(curve) for name, curve in repeatable.items()})
+        if not has_diverged:
+            record |= self._find_times()
+        curves = {
+            name: np.array(curve) for name, curve in self.curves.items() if name != "seconds"
+        }
+        return Outcome(record, curves)
 
-    def _times(self) -> dict[str, float]:
+    def _find_speed(self) -> float:
+        """Return images per second of the median epoch; NaN where none has ended."""
+        if not self.epoch:
+            return math.nan
+        duration = float(np.median(np.diff([0.0, *self.curves["seconds"]])))
+        return self.batches.steps * self.settings.batch_size / duration
+
+    def _find_times(self) -> dict[str, float]:
         """Return epochs and seconds to each accuracy that was reached and not lost again."""
         times: dict[str, float] = {}
         for level in self.settings.time_to:
@@ -330,3 +341,40 @@ class Training(NetworkTraining):
         if self.outcome not in (None, DIVERGED):
             run_checkpoints.write(folder / run_checkpoints.WEIGHTS, state["model"])
         run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
+
+
+def train(
+    settings: Settings,
+    source: Source,
+    folder: Path,
+    *,
+    accelerator: "Accelerator | None" = None,
+    track: int | None = None,
+    tick: Tick | None = None,
+) -> Outcome:
+    """Train a network, from the checkpoint in `folder` if there is one.
+
+    With several processes all of them call it, and all get the outcome; only the main one writes.
+    A kill costs an epoch at most and changes nothing.
+
+    Args:
+        settings: everything that decides the numbers.
+        source: the images.
+        folder: for the checkpoint, the final weights (``weights.pt``) and the tracker's file. A
+            checkpoint in it is of the same settings and images.
+        accelerator: one with options of its own, such as sharding; made here if None.
+        track: steps between two records of a `BoundaryTracker`; None for no tracker.
+        tick: called after every step with the epoch, the share that is left, and the speed.
+    """
+    with prepare_run(settings, settings.precision, accelerator) as prepared:
+        training = Training(settings, source, prepared, tick)
+        state = training.resume(folder)
+        is_cut = state is None or (track is None and training.outcome is None)
+        if is_cut and training.is_main:  # a killed run's history, which is not gone on with
+            (folder / BOUNDARIES).unlink(missing_ok=True)
+        if track is not None:
+            training.start_tracker(track, folder, state)
+        outcome = training.finish(folder)
+        if training.is_main:
+            (folder / run_checkpoints.FINISHED).touch()
+        return outcome

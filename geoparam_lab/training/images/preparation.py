@@ -11,11 +11,13 @@ from torch.nn.functional import dropout
 import geoparam as gp
 from geoparam_lab import networks
 from geoparam_lab.data.image_source import Source, find_layout
+from geoparam_lab.training import optimizers
 from geoparam_lab.training.images.settings import Settings
-from geoparam_lab.training.rival_optimizers import RIVALS, Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+REST_RATE = 1e-3  # AdamW's beside a rival, where a run names none
 
 
 def build(settings: Settings, source: Source) -> nn.Module:
@@ -54,10 +56,10 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
     if settings.optimizer == "geometric":
         optimizer = _make_geometric(settings, model)
-    elif settings.optimizer in RIVALS:
+    elif settings.optimizer in optimizers.RIVALS:
         optimizer = _make_rival(settings, model)
     else:
-        make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
+        make = _make_torchs(settings, settings.optimizer, settings.momentum)
         optimizer = make(_make_groups(settings, model), lr=settings.lr)
     optimizer.register_step_post_hook(gp.retract(model))
     if settings.scales == "relative":
@@ -65,70 +67,63 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     return optimizer
 
 
+def _make_torchs(settings: Settings, name: str, momentum: float | None = None) -> partial[Any]:
+    return optimizers.make_torchs(name, momentum, nesterov=settings.nesterov)
+
+
 def _make_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
     """Return the groups of `gp.param_groups`, and one of r and lambda where these decay."""
     groups = gp.param_groups(model, settings.lr, settings.weight_decay, match=None)
-    if settings.scale_decay:
-        scales = [p for name, p in model.named_parameters() if name.endswith((".r", ".lam"))]
-        known = set(map(id, scales))
-        for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) not in known]
-        of_scales = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
-        groups.append(groups[0] | of_scales)
-    return [group for group in groups if group["params"]]
+    if not settings.scale_decay:
+        return optimizers.leave_out(groups, [])
+    scales = [p for name, p in model.named_parameters() if name.endswith((".r", ".lam"))]
+    of_scales = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
+    return [*optimizers.leave_out(groups, scales), groups[0] | of_scales]
 
 
 @torch.no_grad()
 def _divide_scales(model: nn.Module, *_: Any) -> None:
+    """Divide every r by its layer's mean."""
     for module in model.modules():
         if isinstance(module, gp.GmPLayer):
             module.r.div_(module.r.abs().mean())
 
 
-def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
-    """Return a constructor of torch's optimizer that takes parameters, rate and decay."""
-    if name == "muon":
-        return partial(torch.optim.Muon, momentum=0.95 if momentum is None else momentum)
-    momentum = 0.9 if momentum is None else momentum
-    if name == "adamw":
-        return partial(torch.optim.AdamW, betas=(momentum, 0.999))
-    return partial(torch.optim.SGD, momentum=momentum, nesterov=settings.nesterov)
-
-
 def _make_rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """Return a rival over the rows of all layers but the last, and torch's over the rest."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    weights = [each.weight for each in layers[:-1] if isinstance(each.weight, nn.Parameter)]
-    geometric = any(isinstance(module, gp.GmPLayer) for module in model.modules())
-    if geometric or len(weights) < len(layers) - 1:
+    hidden = layers[:-1]
+    weights = [layer.weight for layer in hidden if isinstance(layer.weight, nn.Parameter)]
+    is_geometric = any(isinstance(module, gp.GmPLayer) for module in model.modules())
+    if is_geometric or len(weights) < len(hidden):
         raise ValueError(
             f"optimizer {settings.optimizer!r} is for plain weights; method {settings.method!r} "
             "has others. Use sp, bn or ln."
         )
-    kind, momentum = RIVALS[settings.optimizer]
+
     rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
-    usual = settings.lr if rest == "sgd" else 1e-3
-    rest_lr = usual if settings.rest_lr is None else settings.rest_lr
-    rows = set(map(id, weights))
+    rest_lr = settings.rest_lr
+    if rest_lr is None:
+        rest_lr = settings.lr if rest == "sgd" else REST_RATE
     groups = gp.param_groups(model, rest_lr, settings.weight_decay, match=None)
-    for group in groups:
-        group["params"] = [each for each in group["params"] if id(each) not in rows]
-    momentum = momentum if settings.momentum is None else settings.momentum
-    options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
-    others = _torch_optimizer(rest, settings)(groups, lr=rest_lr)
-    return Together(kind(weights, **options), others)
+    others = optimizers.leave_out(groups, weights)
+    return optimizers.make_rival(
+        settings.optimizer,
+        weights,
+        _make_torchs(settings, rest)(others, lr=rest_lr),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
 
 
 def _make_geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
-    coordinates: Any = settings.coordinates or "intrinsic"
-    return gp.GeometricOptimizer(
+    return optimizers.make_geometric(
         model,
-        base.func,
+        _make_torchs(settings, settings.base or "sgd", settings.momentum),
         lr=settings.lr if settings.rest_lr is None else settings.rest_lr,
-        coordinates=coordinates,
         turn=settings.turn,
-        rest=_torch_optimizer(settings.rest, settings) if settings.rest else None,
+        coordinates=settings.coordinates or "intrinsic",
+        rest=_make_torchs(settings, settings.rest) if settings.rest else None,
         weight_decay=settings.weight_decay,
-        **base.keywords,
     )

@@ -1,4 +1,4 @@
-"""The settings of one run on images, its outcome, and the runs of a sweep.
+"""The settings of one run on images, and the runs of a sweep.
 
 A sweep has methods, each perhaps with options of its own, in all combinations:
 
@@ -12,20 +12,18 @@ settings of that method, of which the best may be chosen.
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from geoparam_lab import methods
-from geoparam_lab.checks import check_fields, read_options
+from geoparam_lab.checks import check_fields, find_defaults, read_options
 from geoparam_lab.networks import CONSTANTS
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.plateau import PLATEAUS
+from geoparam_lab.training.optimizers import RIVALS
 from geoparam_lab.training.processes import PRECISIONS
-from geoparam_lab.training.rival_optimizers import RIVALS
-from geoparam_lab.training.schedules import fall
+from geoparam_lab.training.tasks import Task
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
     "sgd": (),
@@ -58,49 +56,55 @@ class Settings:
     The command line shows what is said here of each.
 
     Args:
-        network: as `networks.build` takes it.
+        network: name of the network, as `networks.build` takes it.
         method: one of `methods.METHODS`.
-        lr: the schedule scales it.
+        lr: learning rate at the schedule's peak.
         batch_size: images in a step, over all processes.
-        seed: of the weights, the order of the images and their augmentation.
-        epochs: how many there are at most.
-        schedule: "steps", as in the papers' v2, "plateau-top1", as in v1, "plateau-top5", as in
-            the released code, "linear" or "cosine".
+        seed: seed of the weights, the order of the images and their augmentation.
+        epochs: passes over the training images; a plateau schedule may end a run before.
+        schedule: how the rate falls: "steps", as in the papers' v2, "plateau-top1", as in v1,
+            "plateau-top5", as in the released code, "linear" or "cosine".
         patience: epochs without a better accuracy after which a plateau schedule cuts rates to a
             tenth; after twice as many a run ends.
-        warmup: share of all steps in which rates rise from 0.
-        optimizer: "sgd", "adamw", "muon", "airbench", "rotational", "angularmuown", or "geometric"
-            for `gp.GeometricOptimizer`.
-        momentum: None for the optimizer's own: 0.9 for SGD.
-        nesterov: whether SGD's momentum is Nesterov's.
-        weight_decay: of the weights that `param_groups` lets decay: never of angles.
-        scale_decay: of r and lambda of geometric layers.
-        scales: r of geometric layers: "free", or "relative" to its layer's mean, by which it is
-            divided after every step.
+        warmup: share of all steps in which rates rise from 0, from 0 to below 1.
+        optimizer: "sgd", "adamw", "muon", "airbench", "rotational", "angularmuown", "muonh", or
+            "geometric" for `gp.GeometricOptimizer`.
+        momentum: momentum of SGD and Muon, or AdamW's first beta; by default the optimizer's own,
+            0.9 for SGD and AdamW and 0.95 for Muon.
+        nesterov: use Nesterov's momentum in SGD.
+        weight_decay: weight decay of the weights that `param_groups` lets decay: never of angles.
+        scale_decay: weight decay of r and lambda of geometric layers.
+        scales: what bounds r of geometric layers: "free" for nothing, or "relative" to divide it
+            by its layer's mean after every step.
         dropout: share of the output layer's inputs that are dropped in training.
-        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
-        turn: with "geometric", degrees by which units turn in a step.
-        coordinates: with "geometric", "intrinsic" or "angles".
-        rest: "sgd" or "adamw", for what is no unit; by default as the optimizer has it.
-        rest_lr: None for `lr`, or for 1e-3 with a rival's AdamW.
-        label_smoothing: of the training loss.
+        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon"; by default sgd.
+        turn: with "geometric", degrees by which units turn in a step at the schedule's peak; lr
+            is then the rate of all other parameters.
+        coordinates: with "geometric", what a step of a unit moves: its "intrinsic" direction, the
+            default, or its "angles".
+        rest: optimizer of all parameters but units, "sgd" or "adamw", with "geometric" or a rival;
+            by default the base, or adamw with a rival (sgd with "rotational").
+        rest_lr: learning rate of `rest`; by default lr, or 1e-3 for a rival's AdamW.
+        label_smoothing: share of the training target that is spread over all classes.
         accumulate: parts in which a batch goes through the network, one after the other.
         precision: "fp32", or "bf16" for autocast.
         compile: use torch.compile.
-        deterministic: the same run gives the same bits on a GPU too.
-        init: "glorot", as the papers' code, "sphere", as their text, or "released", as the code
-            with its inverse of u(theta), which loses a sign.
+        deterministic: make a run give the same bits every time on a GPU too; slower.
+        init: how weights start: "glorot", as the papers' code, "sphere", as their text, or
+            "released", as the code with its inverse of u(theta), which loses a sign.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
             has no effect.
         skip: a ResNet's skip connections: "centred", as in the authors' ResNet-34, or "plain".
         constants: epsilon and momentum of a ResNet's BatchNorm: "torchvision", or "keras" for
             those of the authors' ResNet-34, 1e-3 and 0.01.
-        crop: pixels by which an image of 32 or 64 is shifted at most.
-        widths: VGG-6's channels, or a ResNet's first stage's.
+        crop: largest shift, in pixels, of a training image of 32 or 64 pixels; 0 for none.
+        widths: channels of VGG-6's six convolutions, or of a ResNet's first stage; by default the
+            papers'.
         select: share of the training images kept back for choosing settings.
-        recalibrate: training batches that recompute running statistics at the end.
-        time_to: top-1 in percent; epochs and seconds to each are recorded.
+        recalibrate: number of training batches over which running statistics are recomputed at
+            the end; 0 for never.
+        time_to: top-1 accuracies in percent; epochs and seconds to each are recorded.
     """
 
     network: str
@@ -186,29 +190,9 @@ class Settings:
             )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a run; docs/experiments.md ("What is written") lists the fields."""
-
-    record: dict[str, Any]
-    curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch
-
-
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) -> float:
-    """Return what rates are multiplied by after so many epochs, 0.5 being within the first.
-
-    "steps" is the papers' v2: to a tenth at 1/3, 2/3 and 8/9 of all epochs (30, 60 and 80 of 90).
-    The others fall to 0 at the end, along a line or half a cosine, from the end of the warmup on.
-    """
-    if schedule == "steps":
-        return 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
-    share = max(0.0, epoch - warmup * epochs) / (epochs - warmup * epochs)
-    return fall(schedule, share)
 
 
 OPTIONS: dict[str, Any] = {  # of a method, and what each value is
@@ -238,8 +222,7 @@ OPTIONS: dict[str, Any] = {  # of a method, and what each value is
 }
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
-_VARIED = ("network", "method", "lr", "batch_size", "seed")
-COMMON = {field.name: field.default for field in fields(Settings) if field.name not in _VARIED}
+COMMON = find_defaults(Settings)  # what all runs of a sweep share
 
 
 def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
@@ -253,9 +236,9 @@ def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.4, 'weight_decay': 0.0005}
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.8, 'weight_decay': 0.0005}
     """
-    name, chosen = read_options(text, OPTIONS)
-    methods.check_options(name, chosen)
-    grid = {option: chosen[option] for option in OPTIONS if option in chosen}
+    name, given = read_options(text, OPTIONS)
+    methods.check_options(name, given)
+    grid = {option: given[option] for option in OPTIONS if option in given}
     points = []
     for combination in itertools.product(*grid.values()):
         words, numbers, settings = [name], [], {}
@@ -269,33 +252,16 @@ def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
     return points
 
 
-@dataclass(frozen=True)
-class ImageTask:
-    """One run of a sweep, as a task of `training.tasks.Session`."""
-
-    settings: Settings
-    method: str  # with its options in words; see `list_points`
-    tuned: str = ""  # its options in numbers, without the rate
-
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.name,)]
-
-    @property
-    def name(self) -> str:
-        one, options = self.settings, self._options.replace(":", "-")
-        return f"{one.network}-{options}-batch{one.batch_size}-lr{one.lr:g}-seed{one.seed}"
-
-    def __str__(self) -> str:
-        one, title = self.settings, methods.title(self._options)
-        return f"{title}, batch {one.batch_size:,}, rate {one.lr:g}, seed {one.seed}"
-
-    @property
-    def _options(self) -> str:
-        return ":".join(filter(None, (self.method, self.tuned)))
+def make_task(settings: Settings, method: str, tuned: str) -> Task:
+    """Return a run as a task; `method` has its options in words, and `tuned` those in numbers."""
+    full = ":".join(filter(None, (method, tuned)))
+    options, lr, seed = full.replace(":", "-"), settings.lr, settings.seed
+    name = f"{settings.network}-{options}-batch{settings.batch_size}-lr{lr:g}-seed{seed}"
+    title = f"{methods.title(full)}, batch {settings.batch_size:,}, rate {lr:g}, seed {seed}"
+    return Task(title, ((name,),), settings, {"method": method, "tuned": tuned})
 
 
-def list_tasks(config: Record) -> list[ImageTask]:
+def list_tasks(config: Record, records: Sequence[Record] = ()) -> list[Task]:
     """Return the runs of a sweep with this configuration, the first seed's first."""
     names = {field.name for field in fields(Settings)}
     common = {
@@ -303,18 +269,20 @@ def list_tasks(config: Record) -> list[ImageTask]:
         for name, value in config.items()
         if name in names
     }
-    by_name: dict[str, ImageTask] = {}
+    tasks: dict[str, Task] = {}
     grid = itertools.product(range(config["seeds"]), config["batch_sizes"], config["methods"])
     for seed, batch_size, text in grid:
         method = methods.without_options(text)
-        papers = 0.1 if config["network"].startswith("resnet") else methods.METHODS[method].lr
-        place = {"method": method, "batch_size": batch_size, "seed": seed}
         for label, tuned, options in list_points(text):
-            lrs = config["lrs"] or [papers]
+            lrs = config["lrs"] or [_find_papers_rate(config["network"], method)]
             if "lr" in options:
                 lrs = [options["lr"]]
             for lr in lrs:
-                settings = Settings(**{**common, **options, **place, "lr": lr})
-                task = ImageTask(settings, label, tuned)
-                by_name.setdefault(task.name, task)
-    return list(by_name.values())
+                place = {"method": method, "batch_size": batch_size, "seed": seed, "lr": lr}
+                task = make_task(Settings(**{**common, **options, **place}), label, tuned)
+                tasks.setdefault(task.name, task)
+    return list(tasks.values())
+
+
+def _find_papers_rate(network: str, method: str) -> float:
+    return 0.1 if network.startswith("resnet") else methods.METHODS[method].lr

@@ -19,30 +19,25 @@ from torch.nn import functional as F
 from geoparam import sphere
 from geoparam_lab import gpt
 from geoparam_lab.data.texts import Text
-from geoparam_lab.run_folder import Record
 from geoparam_lab.training import run_checkpoints
-from geoparam_lab.training.network_training import (
-    DIVERGED,
-    FINISHED,
-    NetworkTraining,
-    StepReport,
-)
+from geoparam_lab.training.network_training import DIVERGED, FINISHED, Outcome, StepTraining
 from geoparam_lab.training.processes import prepare_run
 from geoparam_lab.training.schedules import find_factor
-from geoparam_lab.training.tasks import Done
+from geoparam_lab.training.tasks import Tick
 from geoparam_lab.training.text import preparation
-from geoparam_lab.training.text.settings import TextSettings, TextTask
+from geoparam_lab.training.text.settings import TextSettings, get_numbers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CHECKPOINT_EVERY = 60.0  # seconds, at least, between two checkpoints
-HOPELESS = 10 * math.log(gpt.BYTES)  # a loss that is divergence
+_REPORTED = ("method", "lr", "width", "depth", "steps", "batch_size", "seed", "schedule")
 
 
-class TextTraining(NetworkTraining):
-    """A run in progress; `report` is called with the step and bytes per second."""
+class TextTraining(StepTraining):
+    """A run in progress; its parts are the steps from one mark to the next."""
 
+    EXAMPLES = "bytes"
     PLAIN = ("step", "seconds", "outcome", "val_steps", "val_losses")
 
     def __init__(
@@ -50,23 +45,18 @@ class TextTraining(NetworkTraining):
         settings: TextSettings,
         text: Text,
         accelerator: "Accelerator",
-        report: StepReport | None = None,
+        tick: Tick | None = None,
     ) -> None:
         model = preparation.build(settings).to(accelerator.device)
         self.parameters = sum(p.numel() for p in model.parameters())
         optimizer = preparation.make_optimizer(settings, model)
-        super().__init__(settings, accelerator, model, optimizer, report)
+        super().__init__(settings, accelerator, model, optimizer, gpt.BYTES, tick)
         self.text, self.validation = (
             torch.tensor(part, device=self.device) for part in (text.train, text.val)
         )
-        self.losses = torch.full((settings.steps,), math.nan, device=self.device)
         self.val_steps: list[int] = []
         self.val_losses: list[float] = []
         self.kept = time.monotonic()  # when a checkpoint was written
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        return (self.step,)
 
     @property
     def step_size(self) -> int:
@@ -98,25 +88,18 @@ class TextTraining(NetworkTraining):
         return text[indices].long()
 
     def find_factor(self) -> float:
-        settings = self.settings
         names = ("steps", "schedule", "warmup", "final", "power", "hold")
-        return find_factor(self.step, **{name: getattr(settings, name) for name in names})
+        return find_factor(self.step, **{name: getattr(self.settings, name) for name in names})
 
     def train_on(self, *batch: Tensor) -> None:
         [windows] = batch
-        settings = self.settings
         loss = _find_loss(self.wrapped_model(windows[:, :-1]), windows[:, 1:])
         self.accelerator.backward(loss)
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
-        preparation.set_momentum(settings, self.optimizer, self.step)
+        if self.settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses[self.step] = loss.detach()
-
-    def has_diverged(self) -> bool:
-        loss = self.accelerator.reduce(self.losses[self.step - 1], "mean").item()
-        return not loss <= HOPELESS
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -147,17 +130,17 @@ class TextTraining(NetworkTraining):
         elif self.step == self.settings.steps:
             self.outcome = FINISHED
 
-    def result(self) -> tuple[Record, dict[str, np.ndarray]]:
-        """Return the record and the curves of a run that has ended."""
-        settings = self.settings
-        losses = self.accelerator.reduce(self.losses, "mean").cpu().numpy()
-        has_diverged = self.outcome == DIVERGED
-        last = losses[-max(1, settings.steps // 20) :]  # a twentieth of the run
-        tokens = self.step * settings.batch_size * settings.context
+    def result(self) -> Outcome:
+        settings, has_diverged = self.settings, self.outcome == DIVERGED
+        losses = self.gather_losses()
+        tokens = self.step * self.step_size
         record = {
+            "precision": preparation.find_precision(settings),
+            **{name: getattr(settings, name) for name in _REPORTED},
+            **get_numbers(settings),
             "val_loss": math.nan if has_diverged else self.val_losses[-1],
             "best_val_loss": math.nan if has_diverged else min(self.val_losses),
-            "train_loss": math.nan if has_diverged else float(last.mean()),
+            "train_loss": self.average_last(losses),
             "outcome": self.outcome,
             "parameters": self.parameters,
             "tokens": tokens,
@@ -170,11 +153,10 @@ class TextTraining(NetworkTraining):
             "val_step": np.array(self.val_steps),
             "val_loss": np.array(self.val_losses),
         }
-        return record, curves
+        return Outcome(record, curves)
 
     def state_dict(self) -> run_checkpoints.State:
-        losses = self.accelerator.reduce(self.losses, "mean").cpu()
-        return super().state_dict() | {"losses": losses}
+        return super().state_dict() | {"losses": torch.from_numpy(self.gather_losses())}
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
         if len(state["losses"]) != self.settings.steps:
@@ -204,21 +186,14 @@ def list_marks(steps: int, marks: int) -> list[int]:
     return sorted({math.ceil(steps * mark / marks) for mark in range(1, marks + 1)})
 
 
-def train(task: TextTask, text: Text, folder: Path, report: StepReport | None = None) -> Done:
+def train(
+    settings: TextSettings, text: Text, folder: Path, *, tick: Tick | None = None
+) -> Outcome:
     """Train a network, from the checkpoint in `folder` if there is one.
 
     With several processes all of them call it, and all get the outcome; only the main one writes.
     """
-    settings = task.settings
-    precision = preparation.find_precision(settings)
-    with prepare_run(settings, precision) as accelerator:
-        training = TextTraining(settings, text, accelerator, report)
+    with prepare_run(settings, preparation.find_precision(settings)) as accelerator:
+        training = TextTraining(settings, text, accelerator, tick)
         training.resume(folder)
-        training.finish(folder)
-        record, curves = training.result()
-
-    names = ("method", "lr", "width", "depth", "steps", "batch_size", "seed", "schedule")
-    chosen = {name: getattr(settings, name) for name in names}
-    place = {"name": task.name, "tuned": task.tuned, "precision": precision}
-    numbers = {name: value for name, value in task.numbers.items() if name != "lr"}
-    return Done([place | chosen | numbers | record], {task.name: curves})
+        return training.finish(folder)

@@ -1,17 +1,15 @@
 """What a run on text needs before its first step: network and optimizer."""
 
-from functools import partial
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 
-import geoparam as gp
 from geoparam_lab import gpt
-from geoparam_lab.training.rival_optimizers import RIVALS, Together
+from geoparam_lab.training import optimizers
 from geoparam_lab.training.text.settings import TextSettings
 
-FIRST_MOMENTUM = 0.85  # where a momentum that is warmed up starts
 REST_BETA1 = 0.9
 
 
@@ -31,65 +29,50 @@ def build(settings: TextSettings) -> gpt.GPT:
 def make_optimizer(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optimizer:
     """Return the method's optimizer over all parameters."""
     if settings.method == "adamw":
-        betas = (settings.momentum, settings.beta2)
-        groups = _group(list(model.parameters()), settings.decay)
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=betas)
+        make = optimizers.make_torchs("adamw", settings.momentum, beta2=settings.beta2)
+        adamw: torch.optim.Optimizer = make(_make_groups(model, settings.decay), lr=settings.lr)
+        return adamw
+    make_rest = optimizers.make_torchs("adamw", REST_BETA1, beta2=settings.beta2)
     if settings.method in ("turn", "geometric"):
-        return _make_geometric(settings, model)
-    make, _ = RIVALS[settings.method]
+        return _make_geometric(settings, model, make_rest)
     rows = model.hidden_weights()
-    known = set(map(id, rows))
-    others = [p for p in model.parameters() if id(p) not in known]
-    of_matrices = make(
-        rows, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.decay or 0.0
+    others = optimizers.leave_out(_make_groups(model, settings.rest_decay), rows)
+    return optimizers.make_rival(
+        settings.method,
+        rows,
+        make_rest(others, lr=settings.rest_lr),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.decay or 0.0,
     )
-    assert settings.rest_lr is not None
-    groups, betas = _group(others, settings.rest_decay), (REST_BETA1, settings.beta2)
-    return Together(of_matrices, torch.optim.AdamW(groups, lr=settings.rest_lr, betas=betas))
 
 
-def _group(params: list[nn.Parameter], decay: float | None) -> list[dict[str, Any]]:
+def _make_groups(model: nn.Module, decay: float | None) -> list[dict[str, Any]]:
     """Return matrices, which decay, and the gains of norms, which do not."""
-    matrices = [p for p in params if p.ndim > 1]
-    gains = [p for p in params if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    gains = [p for p in model.parameters() if p.ndim == 1]
     return [
         {"params": matrices, "weight_decay": decay or 0.0},
         {"params": gains, "weight_decay": 0.0},
     ]
 
 
-def _make_geometric(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optimizer:
-    bases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "muon": (torch.optim.Muon, {"momentum": settings.momentum}),
-        "adamw": (torch.optim.AdamW, {"betas": (settings.momentum, settings.beta2)}),
-        "sgd": (torch.optim.SGD, {"momentum": settings.momentum, "nesterov": True}),
-    }
-    base, options = bases[settings.base]
-    rest: dict[str, Any] = {"betas": (REST_BETA1, settings.beta2)}
+def _make_geometric(
+    settings: TextSettings, model: gpt.GPT, make_rest: Any
+) -> torch.optim.Optimizer:
+    base = optimizers.make_torchs(
+        settings.base, settings.momentum, beta2=settings.beta2, nesterov=True
+    )
     if settings.turn is None:  # with a turn, lr is the rest's
-        rest["lr"] = settings.rest_lr
-    coordinates: Any = settings.coordinates
-    scale: Any = settings.scale
-    return gp.GeometricOptimizer(
+        make_rest = functools.partial(make_rest, lr=settings.rest_lr)
+    return optimizers.make_geometric(
         model,
         base,
         turn=settings.turn,
         lr=settings.lr,
-        coordinates=coordinates,
-        scale=scale,
+        coordinates=settings.coordinates,
+        scale=settings.scale,
         scale_lr=settings.scale_lr,
-        rest=partial(torch.optim.AdamW, **rest),
+        rest=make_rest,
         weight_decay=settings.rest_decay or 0.0,
-        **options,
     )
-
-
-def set_momentum(settings: TextSettings, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Let momentum rise along a line in its warmup."""
-    if not settings.momentum_warmup:
-        return
-    share = min(step / settings.momentum_warmup, 1.0)
-    momentum = FIRST_MOMENTUM + share * (settings.momentum - FIRST_MOMENTUM)
-    for group in optimizer.param_groups:
-        if "momentum" in group:
-            group["momentum"] = momentum

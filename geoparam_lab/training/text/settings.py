@@ -8,7 +8,7 @@ own: "turn" has angles and no decay, Muon rates and a decay. A method may name i
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from geoparam_lab.checks import check_fields, check_names, read_options
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.processes import PRECISIONS
 from geoparam_lab.training.schedules import SCHEDULES
+from geoparam_lab.training.tasks import Task
 
 _CHOICES: dict[str, Any] = {
     "norm": gpt.NORMS,
@@ -30,7 +31,7 @@ _RULES = {
     ">= 1": ("width", "depth", "steps", "batch_size", "context", "marks", "windows", "heads"),
     "from 0 to below 1": ("momentum", "dropout", "warmup", "final", "hold", "beta2"),
     "above 0 and finite": ("lr", "turn", "rest_lr", "scale_lr", "power", "std"),
-    "0 or more and finite": ("decay", "rest_decay", "clip", "momentum_warmup"),
+    "0 or more and finite": ("decay", "rest_decay", "clip"),
 }
 
 # The numbers of each method, and their values where a sweep names none. `lr` is the rate of the
@@ -76,42 +77,47 @@ class TextSettings:
     Args:
         method: "adamw", "muon", "angularmuown", "muonh", or `gp.GeometricOptimizer`: "turn", and
             "geometric" without a turn.
-        width: of the residual stream.
-        depth: blocks.
-        steps: of the optimizer.
+        width: width of the residual stream.
+        depth: number of blocks.
+        steps: number of optimizer steps.
         batch_size: windows in a step, over all processes.
-        seed: of the weights and the windows.
-        lr: the schedule scales it, and all other rates.
+        seed: seed of the weights and the windows.
+        lr: learning rate of the hidden matrices at the schedule's peak; with "adamw" of
+            everything, with "turn" of all other parameters.
+        schedule: how all rates fall after the warmup: "linear", "cosine", "power" (1 - t^p) or
+            "hold" (hold, then fall along a line).
         turn: degrees by which units turn in a step, at the schedule's peak.
         decay: weight decay of the hidden matrices; with "adamw", of all matrices.
-        momentum: of the hidden matrices; with "adamw", its first beta.
+        momentum: momentum of the hidden matrices; with "adamw", its first beta.
         rest_lr: AdamW's rate for embeddings, norms and the output layer.
         rest_decay: weight decay of embeddings and the output layer.
-        scale_lr: the rate of r, for our methods.
-        schedule: after the warmup: "linear", "cosine", "power" (1 - t^p), "hold" (and fall).
-        heads: None for one for each 64 of the width.
+        scale_lr: learning rate of r, for our methods.
+        heads: number of attention heads; by default one for each 64 of the width.
         context: bytes in a window.
-        norm: "layernorm" or "rmsnorm".
-        mlp: "relu2", "gelu" or "relu".
+        norm: norm before attention and MLP, and at the end: "layernorm" or "rmsnorm".
+        mlp: activation of the MLPs: "relu2" (a squared ReLU), "gelu" or "relu".
         zero_projections: let maps into the residual stream start from 0.
         dropout: share of activations dropped in training.
-        tied: embeddings and output layer share their weight.
-        std: deviation of all hidden weights at the start; None for one that goes by the fan-in.
-        warmup: share of all steps in which rates rise from 0.
+        tied: let embeddings and output layer share their weight.
+        std: standard deviation of all hidden weights at the start; by default one that goes by
+            the fan-in.
+        warmup: share of all steps in which rates rise from 0, from 0 to below 1.
         final: share of the rate that is left at the end.
         power: p of the schedule "power".
         hold: share of the steps at the full rate, with the schedule "hold".
         beta2: AdamW's second beta.
-        momentum_warmup: steps in which momentum rises from 0.85.
-        base: the optimizer of units, for our methods: "muon", "adamw" or "sgd".
-        coordinates: of units: "intrinsic", or with "geometric" "angles".
-        scale: r of units is "auto", "free" or "fixed".
-        clip: the gradient's norm is cut to this; 0 for never.
-        marks: evaluations on the validation text, equally spaced; the last is at the end.
-        windows: of the validation text, the same at every mark.
+        base: optimizer of units, for our methods: "muon", "adamw" or "sgd".
+        coordinates: what a step of a unit moves: its "intrinsic" direction, or with the method
+            "geometric" also its "angles".
+        scale: how r of units is trained: "free" by a rule of its own, "fixed" not at all, "auto"
+            as `gp.GeometricOptimizer` chooses.
+        clip: largest norm of the gradient, to which longer ones are shortened; 0 for no limit.
+        marks: number of evaluations on the validation text, equally spaced; the last is at the
+            end.
+        windows: windows of the validation text in an evaluation, the same each time.
         precision: "bf16" for autocast on a GPU, or "fp32"; CPUs always have fp32.
         compile: use torch.compile.
-        deterministic: the same run gives the same bits on a GPU too.
+        deterministic: make a run give the same bits every time on a GPU too; slower.
     """
 
     method: str
@@ -141,7 +147,6 @@ class TextSettings:
     power: float = 0.5
     hold: float = 0.8
     beta2: float = 0.95
-    momentum_warmup: int = 0
     base: str = "muon"
     coordinates: str = "intrinsic"
     scale: str = "auto"
@@ -176,44 +181,30 @@ class TextSettings:
         return self.heads or max(1, self.width // 64)
 
 
-@dataclass(frozen=True)
-class TextTask:
-    """One run of a sweep, as a task of `training.tasks.Session`."""
+def get_numbers(settings: TextSettings) -> dict[str, float]:
+    """Return the numbers of a run's method."""
+    values = {name: getattr(settings, name) for name in METHODS[settings.method]}
+    return {name: value for name, value in values.items() if value is not None}
 
-    settings: TextSettings
 
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.name,)]
+def make_task(settings: TextSettings) -> Task:
+    """Return a run as a task; its labels have what was tuned besides the rate."""
+    numbers, schedule = get_numbers(settings), settings.schedule
+    sizes = [f"{size.removesuffix('_size')}{getattr(settings, size)}" for size in SIZES]
+    words = [f"{name}{value:g}" for name, value in numbers.items()]
+    rate = "rest_lr" if settings.method == "turn" else "lr"
+    tuned = [f"{name}={value:g}" for name, value in numbers.items() if name != rate]
+    if schedule != "linear":
+        words.append(schedule)
+        tuned.append(f"schedule={schedule}")
+    name = "-".join([settings.method, *sizes, *words, f"seed{settings.seed}"])
 
-    @property
-    def name(self) -> str:
-        one = self.settings
-        sizes = [f"{size.removesuffix('_size')}{getattr(one, size)}" for size in SIZES]
-        numbers = [f"{name}{value:g}" for name, value in self.numbers.items()]
-        words = [] if one.schedule == "linear" else [one.schedule]
-        return "-".join([one.method, *sizes, *numbers, *words, f"seed{one.seed}"])
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The numbers of its method."""
-        values = {name: getattr(self.settings, name) for name in METHODS[self.settings.method]}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def tuned(self) -> str:
-        """Its numbers besides the rate, as tables read them."""
-        rate = "rest_lr" if self.settings.method == "turn" else "lr"
-        parts = [f"{name}={value:g}" for name, value in self.numbers.items() if name != rate]
-        if self.settings.schedule != "linear":
-            parts.append(f"schedule={self.settings.schedule}")
-        return ":".join(parts)
-
-    def __str__(self) -> str:
-        one = self.settings
-        peak = f"{one.turn:g} degrees" if one.method == "turn" else f"rate {one.lr:g}"
-        size = f"width {one.width}, depth {one.depth}, batch {one.batch_size}"
-        return f"{one.method}, {size}, {peak}, seed {one.seed}"
+    peak = f"rate {settings.lr:g}"
+    if settings.turn is not None:
+        peak = f"{settings.turn:g} degrees"
+    size = f"width {settings.width}, depth {settings.depth}, batch {settings.batch_size}"
+    title = f"{settings.method}, {size}, {peak}, seed {settings.seed}"
+    return Task(title, ((name,),), settings, {"tuned": ":".join(tuned)})
 
 
 def list_sizes(config: Mapping[str, Any]) -> list[dict[str, int]]:
@@ -231,31 +222,32 @@ def list_sizes(config: Mapping[str, Any]) -> list[dict[str, int]]:
     """
     axes = {size: config[several] for size, several in SIZES.items()}
     if not config["one_factor"]:
-        return [dict(zip(axes, each, strict=True)) for each in itertools.product(*axes.values())]
+        combinations = itertools.product(*axes.values())
+        return [dict(zip(axes, sizes, strict=True)) for sizes in combinations]
     centre = {size: values[0] for size, values in axes.items()}
     others = [centre | {size: n} for size, values in axes.items() for n in values[1:]]
     return [centre, *others]
 
 
-def list_tasks(config: Record) -> list[TextTask]:
+def list_tasks(config: Record, records: Sequence[Record] = ()) -> list[Task]:
     """Return the runs of a sweep, the first seed's first, and the methods of a size together."""
     names = [field.name for field in fields(TextSettings) if field.name in config]
     common = {name: config[name] for name in names}
-    by_name: dict[str, TextTask] = {}
+    tasks: dict[str, Task] = {}
     grid = itertools.product(range(config["seeds"]), list_sizes(config), config["methods"])
     for seed, size, method in grid:
         for numbers in _list_numbers(method, config):
-            task = TextTask(TextSettings(**{**common, **size, **numbers, "seed": seed}))
-            by_name.setdefault(task.name, task)
-    return list(by_name.values())
+            task = make_task(TextSettings(**{**common, **size, **numbers, "seed": seed}))
+            tasks.setdefault(task.name, task)
+    return list(tasks.values())
 
 
 def _list_numbers(text: str, config: Record) -> Iterator[dict[str, Any]]:
     """Yield a method's schedule and numbers in all combinations: its own, or the sweep's."""
-    method, chosen = read_method(text)
-    axes: dict[str, Any] = {"schedule": chosen.get("schedule", config["schedules"])}
+    method, given = read_method(text)
+    axes: dict[str, Any] = {"schedule": given.get("schedule", config["schedules"])}
     for number, usual in METHODS[method].items():
-        several = chosen.get(number, config[NUMBERS[number]])
+        several = given.get(number, config[NUMBERS[number]])
         axes[number] = [usual] if several is None else several
     absent = dict.fromkeys(NUMBERS)
     for values in itertools.product(*axes.values()):
@@ -278,7 +270,7 @@ def check_used(config: Record) -> None:
     methods = [read_method(text) for text in config["methods"]]
     for number, several in NUMBERS.items():
         takers = [name for name, numbers in METHODS.items() if number in numbers]
-        is_used = any(method in takers and number not in own for method, own in methods)
+        is_used = any(method in takers and number not in given for method, given in methods)
         if config[several] is not None and not is_used:
             raise ValueError(
                 f"{several} are numbers of the methods {', '.join(takers)}; got methods "
