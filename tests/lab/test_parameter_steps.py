@@ -17,10 +17,17 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis import boundaries, layer_boundaries
-from geoparam_lab.parameter_steps import KINDS, Response, make_steps, read_stored, respond
+from geoparam_lab.parameter_steps import (
+    Response,
+    make_constant_steps,
+    make_reversing_steps,
+    read_stored,
+    respond,
+)
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
+KINDS = {"constant": make_constant_steps, "reversing": make_reversing_steps}
 COORDINATES = {"gmp": "angles", "intrinsic": "intrinsic"}
 HALF_TURN = torch.tensor(180.0).double()
 
@@ -93,7 +100,7 @@ def test_bn_on_whitened_data_answers_as_weight_normalization_does(is_adversary: 
         wn.parametrizations.weight.original0.copy_(norm.weight[:, None])
         wn.parametrizations.weight.original1.copy_(linear.weight)
         wn.bias.copy_(norm.bias)
-    response = respond(wn, make_steps(wn, "constant", 0.02))
+    response = respond(wn, make_constant_steps(wn, 0.02))
     if is_adversary:
         response = respond(wn, {"direction": reverse(wn, 0.02)})
 
@@ -154,7 +161,7 @@ def test_turns_and_moves_are_those_of_the_geometry(
     method: str, n: int, kind: str, delta: float
 ) -> None:
     layer = make(method, n, length=0.1)
-    step = make_steps(layer, kind, delta)
+    step = KINDS[kind](layer, delta)
     response = respond(layer, step)
     before = {role: tensor.detach().numpy() for role, tensor in read_stored(layer).items()}
     after = {role: value + step[role].numpy() for role, value in before.items() if role in step}
@@ -221,7 +228,7 @@ def test_the_bound_of_vectors_holds_and_is_attained(method: str, n: int, size: f
 @pytest.mark.parametrize("method", METHODS)
 def test_no_unit_turns_by_more_than_its_bound(method: str, kind: str, delta: float) -> None:
     layer = make(method, 5, 6, length=0.3)
-    assert_bounded(respond(layer, make_steps(layer, kind, delta)))
+    assert_bounded(respond(layer, KINDS[kind](layer, delta)))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -274,7 +281,7 @@ def test_a_flipped_length_reverses_a_unit() -> None:
 def test_a_unit_of_one_input_keeps_its_direction() -> None:
     layer = gp.GmPLinear(1, 4, dtype=torch.float64)
     for kind in KINDS:
-        assert (respond(layer, make_steps(layer, kind, 3.0)).rotation == 0).all()
+        assert (respond(layer, KINDS[kind](layer, 3.0)).rotation == 0).all()
 
 
 def test_units_without_a_boundary_are_nan() -> None:
@@ -296,16 +303,13 @@ def test_the_layer_is_left_alone_and_a_step_is_rounded_to_what_it_can_hold() -> 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda layer: make_steps(layer, "uniform"),
-            "a kind is one of constant, gaussian, adversarial; got 'uniform'",
-        ),
+        (lambda layer: make_reversing_steps(layer, 0.0), "needs delta > 0; got 0"),
         (
             lambda layer: respond(layer, {"length": torch.ones(3)}),
             r"roles direction, offset; got steps of \['length'\]",
         ),
-        (lambda layer: make_steps(weight_norm(layer, dim=1)), "is not known"),
-        (lambda layer: make_steps(spectral_norm(layer)), "is not known"),
+        (lambda layer: make_constant_steps(weight_norm(layer, dim=1), 0.1), "is not known"),
+        (lambda layer: make_constant_steps(spectral_norm(layer), 0.1), "is not known"),
     ],
 )
 def test_what_cannot_be_answered_says_why(call: Callable, words: str) -> None:
