@@ -1,4 +1,4 @@
-r"""Steps of a layer's stored parameters: how far boundaries turn and move, and how far they could.
+"""Steps of a layer's stored parameters: how far boundaries turn and move.
 
 What is perturbed is what an optimizer steps on, and not the weight computed from it:
 
@@ -17,19 +17,9 @@ reverses the unit. GmP stores no w. Its step has the length of the one that reve
 SP, (1 + delta) |r|, and the worst direction. Among angles that is theta_1: its metric is 1, so the
 unit turns by the full length, at most by pi. For an intrinsic d it is the tangent from the origin:
 the unit turns by arcsin of the length, and is reversed above 1.
-
-A bound is the turn that no step of that length exceeds. For a step eps of the direction:
-
-    SP, WN, intrinsic     arcsin(||eps|| / ||w||) while ||eps|| < ||w||, else 180 degrees
-    angles                ||eps||: the path's length, which is at least the angle (Theorem 3.7)
-
-Both are attained by some step of that length. Where a sign may flip, of l or of an r inside the
-activation, which takes a step as large as they are, the bound is 180 degrees under every
-parameterization, GmP included.
 """
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,7 +41,6 @@ class Response:
 
     rotation: Tensor  # (out,), the turn of each boundary in degrees
     displacement: Tensor  # (out,), the move ||delta phi|| of its location
-    bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
     after: Boundaries  # the boundaries after the step
 
 
@@ -132,8 +121,8 @@ def _find_worst_step(layer: gp.GmPLayer, d: Tensor, delta: float) -> Tensor:
 def respond(layer: nn.Module, steps: Steps) -> Response:
     """Return how the boundaries of one layer's units answer to steps, by role.
 
-    Steps are rounded to what the parameters can hold; turns, moves and bounds are those of the
-    rounded step, in float64.
+    Steps are rounded to what the parameters can hold; turns and moves are those of the rounded
+    step, in float64.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -154,33 +143,8 @@ def respond(layer: nn.Module, steps: Steps) -> Response:
 
     old, new = layer_boundaries(before), layer_boundaries(after)
     angle = sphere.angle_between(old.direction, new.direction)
-    bound = _bound_turn(before, after)
     return Response(
         rotation=angle.rad2deg(),
         displacement=(old.location - new.location).norm(dim=-1),
-        bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
         after=new,
     )
-
-
-def _bound_turn(before: nn.Module, after: nn.Module) -> Tensor:
-    """Return the largest turn that a step of this length can cause, in radians."""
-    old, new = read_stored(before), read_stored(after)
-    if "direction" not in old:  # one input: a sign
-        bound = torch.zeros_like(old["scale"])
-    else:
-        row, other = old["direction"].flatten(1), new["direction"].flatten(1)
-        size, length = sphere.length(other - row), sphere.length(row)
-        if _has_angles(before):
-            bound = size.clamp(max=math.pi)
-        else:
-            bound = torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
-
-    factors = ["length"]  # whose signs are the unit's too
-    if getattr(before, "activation", None) is None:
-        factors.append("scale")
-    for role in old.keys() & set(factors):
-        factor, later = old[role].flatten(), new[role].flatten()
-        may_flip = (factor != later) & ((later - factor).abs() >= factor.abs())
-        bound = torch.where(may_flip, math.pi, bound)
-    return bound

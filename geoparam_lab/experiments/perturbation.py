@@ -94,7 +94,6 @@ class Turns:
     lams: Array  # signed distances of its boundary likewise, (1 + D,)
     rotation: Array  # angles between these and the unperturbed one in degrees, (D,)
     rotations: Array  # of the other units, (D, units)
-    bounds: Array  # what no perturbation of the same length turns them beyond
     reversal: Array  # turns of the papers' unit by a step of -(1 + delta) w, (D,)
 
     @property
@@ -151,7 +150,6 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
         lams=np.concatenate([place.distance for place in places]),
         rotation=np.concatenate([response.rotation for response in moved]),
         rotations=np.stack([response.rotation for response in others]),
-        bounds=np.stack([response.bound for response in others]),
         reversal=np.concatenate([response.rotation for response in reversed_]),
     )
 
@@ -209,7 +207,6 @@ def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
                 "rotation": float(of_method.rotation[i]),
                 "rotation_median": float(np.median(of_method.rotations[i])),
                 "rotation_max": float(of_method.rotations[i].max()),
-                "bound_max": float(of_method.bounds[i].max()),
                 "reversal": float(of_method.reversal[i]),
             }
             records.append(record)
