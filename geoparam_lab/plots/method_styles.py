@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
-
 from geoparam.plots import INK
 from geoparam_lab import methods
 
@@ -119,9 +117,3 @@ def is_method(name: str) -> bool:
 
 def _find_key(name: str) -> str:
     return name.replace(" ", "").lower()
-
-
-def legend_beside(ax: Axes, title: str | None = None) -> None:
-    """Put a legend to the right of the axis, where it covers no data."""
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    ax.legend(title=title, **place, borderaxespad=0.0, handlelength=2.6, frameon=False)

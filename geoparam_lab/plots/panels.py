@@ -1,0 +1,37 @@
+"""Panels beside each other, and a legend to the right of them."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from geoparam.plots import new_figure
+
+
+def new_columns(
+    count: int, deep: int, size: tuple[float, float], most: int = 5
+) -> tuple[Figure, np.ndarray, Axes]:
+    """Return a figure, `count` columns of `deep` axes each, and the upper right axis.
+
+    At most `most` columns are beside each other, the others below; `size` is that of a panel.
+
+    Example:
+        >>> figure, columns, corner = new_columns(7, 2, (4.0, 3.0))
+        >>> columns.shape, len(figure.axes), corner is columns[4, 0]
+        ((7, 2), 20, True)
+    """
+    wide = min(count, most)
+    bands = -(-count // wide)
+    inches = (1.0 + size[0] * wide, size[1] * deep * bands)
+    figure, axes = new_figure(bands * deep, wide, size=inches)
+    columns = axes.reshape(bands, deep, wide).swapaxes(1, 2).reshape(-1, deep)
+    for spare in columns[count:].flat:
+        spare.axis("off")
+    return figure, columns[:count], axes[0, -1]
+
+
+def legend_beside(ax: Axes, title: str | None = None) -> None:
+    """Put a legend to the right of the axis, where it covers no data."""
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    ax.legend(title=title, **place, borderaxespad=0.0, handlelength=2.6, frameon=False)
