@@ -5,7 +5,7 @@ Values that are not finite leave gaps. `legend` says whether to explain the mark
 
 from geoparam.plots import INK, MUTED, new_figure
 from geoparam_lab.plots.method_styles import CYCLE, curve_styles, method_style
-from geoparam_lab.plots.panels import legend_beside, new_columns
+from geoparam_lab.plots.panels import legend_beside, new_columns, tick_values
 from geoparam_lab.plots.single_units import plane, unit_1d, unit_2d
 from geoparam_lab.plots.stability_curves import displacement_curves, rotation_curves
 
@@ -21,6 +21,7 @@ __all__ = [
     "new_figure",
     "plane",
     "rotation_curves",
+    "tick_values",
     "unit_1d",
     "unit_2d",
 ]

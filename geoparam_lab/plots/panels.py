@@ -1,10 +1,12 @@
-"""Panels beside each other, and a legend to the right of them."""
+"""What figures share: panels beside each other, ticks at the values tried, a legend."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from geoparam.plots import new_figure
 
@@ -23,12 +25,20 @@ def new_columns(
     """
     wide = min(count, most)
     bands = -(-count // wide)
-    inches = (1.0 + size[0] * wide, size[1] * deep * bands)
+    inches = (1.5 + size[0] * wide, size[1] * deep * bands)
     figure, axes = new_figure(bands * deep, wide, size=inches)
     columns = axes.reshape(bands, deep, wide).swapaxes(1, 2).reshape(-1, deep)
     for spare in columns[count:].flat:
         spare.axis("off")
     return figure, columns[:count], axes[0, -1]
+
+
+def tick_values(ax: Axes, values: Sequence[float], rotation: float = 0) -> None:
+    """Make the first axis logarithmic, with a tick at each of these values and no others."""
+    ax.set_xscale("log")
+    ax.set_xticks(values, [f"{value:,g}" for value in values], rotation=rotation)
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def legend_beside(ax: Axes, title: str | None = None) -> None:
