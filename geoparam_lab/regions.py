@@ -113,10 +113,10 @@ class Scale(nn.Module):
 
     def __init__(self, half: Array, middle: Array) -> None:
         super().__init__()
-        self.half, self.middle = torch.from_numpy(half), torch.from_numpy(middle)
+        self.factor, self.shift = torch.from_numpy(half), torch.from_numpy(middle)
 
     def forward(self, points: Tensor) -> Tensor:
-        return self.middle + self.half * points
+        return self.shift + self.factor * points
 
 
 def _list_steps(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -152,7 +152,7 @@ def _make_tables(
     rows = arrange(shown, layout.keys)
 
     labels = _make_labels(experiment, layout, rows)
-    results = []
+    results: list[Column] = []
     for measure in measures:
         results += _make_results(experiment, layout, measure, rows, config)
     results += _make_counts(measures, rows)
@@ -161,7 +161,7 @@ def _make_tables(
         labels.append(rates)  # rows of one method differ in their rates
     else:
         results.append(rates)
-    details = _make_details(layout, measures, rows)
+    details = list(_make_details(layout, measures, rows))
 
     labels, results, details = (_drop_empty(part) for part in (labels, results, details))
     headings = [column.heading for column in results]
