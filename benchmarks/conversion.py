@@ -8,7 +8,6 @@ their own: ResNet-50, and a CLIP of the size of ViT-L/14 with random weights whe
 installed.
 """
 
-import argparse
 import copy
 import multiprocessing
 import time
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import geoparam as gp
-from benchmarks.timing import hardware, medians
+from benchmarks.timing import hardware, make_parser, medians, print_heading, print_row
 
 
 def evaluation(device: str, repeats: int) -> None:
@@ -43,9 +42,9 @@ def evaluation(device: str, repeats: int) -> None:
 
     times = medians({name: run(model) for name, model in models.items()}, device, repeats)
     print(f"ResNet-50, evaluation of {batch} x {size}^2, eager, float32\n")
-    print("| model | time / plain |\n| --- | --- |")
+    print_heading("model", "time / plain")
     for name, seconds in times.items():
-        print(f"| {name} | {seconds / times['plain']:.3f} |")
+        print_row(name, f"{seconds / times['plain']:.3f}")
 
 
 def resnet() -> nn.Module:
@@ -95,8 +94,8 @@ def _peak() -> int:
 
 def conversion() -> None:
     """Print how long conversion takes, and the peak of memory over the model's size."""
-    print("\n| conversion on two CPU cores | parameters, MB | seconds | peak memory / model |")
-    print("| --- | --- | --- | --- |")
+    print()
+    print_heading("conversion, two CPU cores", "parameters, MB", "seconds", "peak memory / model")
     context = multiprocessing.get_context("spawn")
     for build in (resnet, clip_large):
         queue = context.Queue()
@@ -105,18 +104,13 @@ def conversion() -> None:
         process.join()
         if process.exitcode == 0:
             size, seconds, peak = queue.get()
-            print(
-                f"| {build.__name__} | {size / 1e6:.0f} | {seconds:.1f} | {peak:.2f} |", flush=True
-            )
+            print_row(build.__name__, f"{size / 1e6:.0f}", f"{seconds:.1f}", f"{peak:.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=30)
-    args = parser.parse_args()
-    print(f"{hardware(args.device)}\n")
-    evaluation(args.device, args.repeats)
+    given = make_parser(__doc__, repeats=30).parse_args()
+    print(f"{hardware(given.device)}\n")
+    evaluation(given.device, given.repeats)
     conversion()
 
 

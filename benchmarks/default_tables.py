@@ -56,7 +56,7 @@ class Sweep:
         return list(dict.fromkeys((method, family) for method, family, _ in self.runs))
 
     def rates(self, line: Line) -> list[float]:
-        return sorted(rate for *own, rate in self.runs if tuple(own) == line)
+        return sorted(rate for method, family, rate in self.runs if (method, family) == line)
 
     def values(self, line: Line, rate: float, when: str, what: int) -> list[float]:
         """Return one value for each seed: the loss (what 0) or the accuracy (1)."""
@@ -87,11 +87,14 @@ def show(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f}"
 
 
-def compare(own: list[float], other: list[float]) -> int:
+def compare(ours: list[float], theirs: list[float]) -> int:
     """Return 1 or -1 where means differ by more than the difference's standard error, else 0."""
-    (mean, error), (other_mean, other_error) = mean_and_error(own), mean_and_error(other)
-    spread = (error**2 + other_error**2) ** 0.5
-    return (mean > other_mean + spread) - (mean < other_mean - spread)
+    mean, error = mean_and_error(ours)
+    their_mean, their_error = mean_and_error(theirs)
+    spread = (error**2 + their_error**2) ** 0.5
+    if mean > their_mean + spread:
+        return 1
+    return -1 if mean < their_mean - spread else 0
 
 
 def to_markdown(records: Records) -> str:
@@ -142,9 +145,10 @@ def _summary(sweeps: dict[str, Sweep], choose: Any) -> list[str]:
             peer = ("norm", line[1] if line[1] in ("adam", "sgd") else "adam")
             cells = []
             for at, when in enumerate(("first", "last")):
-                own = sweep.values(line, rate, when, 1)
-                cells.append(show(own))
-                counts[at] += compare(own, sweep.values(peer, choose(sweep, peer), when, 1)) >= 0
+                ours = sweep.values(line, rate, when, 1)
+                theirs = sweep.values(peer, choose(sweep, peer), when, 1)
+                cells.append(show(ours))
+                counts[at] += compare(ours, theirs) >= 0
             row.append(" / ".join(cells))
         else:
             rows.append([line[0], FAMILIES[line[1]], *row, f"{counts[0]}, {counts[1]}"])
@@ -161,18 +165,18 @@ def _verdicts(sweeps: dict[str, Sweep]) -> list[str]:
         f"| ours | against | when | {' | '.join(sweeps)} |",
         "| --- " * (3 + len(sweeps)) + "|",
     ]
-    for own, at, other in PAIRS:
-        if any(line not in sweep.lines() for line in (own, other) for sweep in sweeps.values()):
+    for ours, at, theirs in PAIRS:
+        if any(not {ours, theirs} <= {*sweep.lines()} for sweep in sweeps.values()):
             continue
         for when, title in (("first", "first epoch"), ("last", "end")):
             cells = []
             for sweep in sweeps.values():
-                rate = sweep.first_rate(own) if at == "first" else sweep.best_rate(own)
-                mine = sweep.values(own, rate or 0.0, when, 1)
-                theirs = sweep.values(other, sweep.best_rate(other), when, 1)
-                form = ("{}", "**{}**", "({})")[compare(mine, theirs)]
-                cells.append(form.format(f"{show(mine)} : {show(theirs)}"))
-            names = [f"{method}; {FAMILIES[family]}" for method, family in (own, other)]
+                rate = sweep.first_rate(ours) if at == "first" else sweep.best_rate(ours)
+                our_values = sweep.values(ours, rate or 0.0, when, 1)
+                their_values = sweep.values(theirs, sweep.best_rate(theirs), when, 1)
+                form = ("{}", "**{}**", "({})")[compare(our_values, their_values)]
+                cells.append(form.format(f"{show(our_values)} : {show(their_values)}"))
+            names = [f"{method}; {FAMILIES[family]}" for method, family in (ours, theirs)]
             names[0] += ", best" if at == "best" else ""
             rows.append(f"| {' | '.join([*names, title, *cells])} |")
     return rows

@@ -179,7 +179,7 @@ def train(key: Key, epochs: int | None = None) -> dict[str, Any]:
         for optimizer in optimizers
     ]
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    evaluations = []
     for epoch in range(epochs):
         for x, y in batches(parts[0], task.batch, generator):
             loss = F.cross_entropy(model(x), y)
@@ -189,8 +189,8 @@ def train(key: Key, epochs: int | None = None) -> dict[str, Any]:
                 optimizer.step()
                 schedule.step()
         if epoch in (0, epochs - 1):
-            found.append([evaluate(model, part) for part in parts[1:]])
-    (first_validation, first), (validation, last) = found[0], found[-1]
+            evaluations.append([evaluate(model, part) for part in parts[1:]])
+    (first_validation, first), (validation, last) = evaluations[0], evaluations[-1]
     return {
         "task": name,
         "method": method_name,

@@ -14,20 +14,15 @@ What a GPU waits for at small batches is this. Cases take turns, so that drift h
     intrinsic    the same, unit vectors
 """
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import geoparam as gp
-from benchmarks.timing import hardware
+from benchmarks.timing import hardware, make_parser, medians, print_heading, print_row
 
 CHANNELS = 8
-
-
 CASES: dict[str, Callable[[], nn.Module]] = {
     "none": lambda: nn.Conv2d(CHANNELS, CHANNELS, 1),
     "bn": lambda: nn.Sequential(
@@ -57,31 +52,14 @@ def step_of(make: Callable[[], nn.Module], layers: int) -> Callable[[], None]:
     return step
 
 
-def cpu_seconds(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Return each step's median of this process's own time."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 5):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            if turn >= 5:
-                times[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=200)
-    given = parser.parse_args()
+    given = make_parser(__doc__, layers=50, steps=200).parse_args()
     torch.set_num_threads(1)
     steps = {name: step_of(make, given.layers) for name, make in CASES.items()}
-    seconds = cpu_seconds(steps, given.steps)
+    seconds = medians(steps, "cpu", given.steps)
     print(f"Microseconds per layer and step, {hardware('cpu')}\n")
-    print(f"| {' | '.join(CASES)} |\n|{' --- |' * len(CASES)}")
-    print("|", " | ".join(f"{s / given.layers * 1e6:.0f}" for s in seconds.values()), "|")
+    print_heading(*CASES)
+    print_row(*(f"{s / given.layers * 1e6:.0f}" for s in seconds.values()))
 
 
 if __name__ == "__main__":

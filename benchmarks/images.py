@@ -9,7 +9,6 @@ optimizer, and nothing else. They are taken in turn, an epoch of 50 steps at a t
 does not wait for the device after each. The CPU's numbers only show that it runs: a small network.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import hardware, medians
+from benchmarks.timing import hardware, make_parser, medians, print_heading, print_row
 from geoparam_lab.data.packed_images import PackedImages, Split
 from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.loop import Training
@@ -88,30 +87,26 @@ def compare(settings: Settings, source: PackedImages, accelerator: Any, repeats:
     bare, whole = (times[name] / STEPS for name in ("bare", "whole"))
     kind = settings.method + (", compiled" if settings.compile else ", eager")
     speed = f"{settings.batch_size / whole:,.0f}"
-    print(f"| {kind} | {bare * 1e3:.2f} | {whole * 1e3:.2f} | {speed} | {bare / whole:.3f} |")
+    print_row(kind, f"{bare * 1e3:.2f}", f"{whole * 1e3:.2f}", speed, f"{bare / whole:.3f}")
 
 
 def main() -> None:
     from accelerate import Accelerator
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--methods", default="bn,gmp+imn")
-    parser.add_argument("--repeats", type=int, default=5, help="epochs of 50 steps")
-    parser.add_argument("--compile", action="store_true", help="compiled steps as well")
-    given = parser.parse_args()
+    options = {"methods": "bn,gmp+imn", "repeats": 5, "compile": False}
+    given = make_parser(__doc__, **options).parse_args()
     on_cpu = given.device == "cpu"
     accelerator = Accelerator(mixed_precision="bf16", cpu=on_cpu)
-    small: dict[str, Any] = {"batch_size": 64, "widths": (8, 8, 16, 16, 32, 32)}
-    chosen = small if on_cpu else {"batch_size": 1024}
-    source = images(chosen["batch_size"] * STEPS)
-    print(f"VGG-6, batch {chosen['batch_size']}, bf16; {hardware(given.device)}\n")
-    print("| | bare step, ms | whole step, ms | images/s | speed over the bare loop's |")
-    print("| --- | --- | --- | --- | --- |")
+    sizes: dict[str, Any] = {"batch_size": 1024}
+    if on_cpu:
+        sizes = {"batch_size": 64, "widths": (8, 8, 16, 16, 32, 32)}
+    source = images(sizes["batch_size"] * STEPS)
+    print(f"VGG-6, batch {sizes['batch_size']}, bf16; {hardware(given.device)}\n")
+    print_heading("", "bare step, ms", "whole step, ms", "images/s", "speed over the bare loop's")
     for compiled in (False, True) if given.compile else (False,):
         for method in given.methods.split(","):
             settings = Settings(
-                "vgg6", method, lr=0.01, seed=0, precision="bf16", compile=compiled, **chosen
+                "vgg6", method, lr=0.01, seed=0, precision="bf16", compile=compiled, **sizes
             )
             compare(settings, source, accelerator, given.repeats)
     if not on_cpu:

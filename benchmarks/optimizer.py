@@ -11,20 +11,23 @@ compiled once, in rounds that take turns; a round is `steps` steps that follow o
 training. A cell is the median over rounds.
 """
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torchvision
 from torch import nn
 
 import geoparam as gp
-from benchmarks.timing import hardware
+from benchmarks.timing import (
+    hardware,
+    make_images,
+    make_parser,
+    medians,
+    print_heading,
+    print_row,
+    training_step,
+)
 
 ROUNDS = 5
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -104,73 +107,41 @@ def gpt(width: int, depth: int) -> nn.Module:
 def step_times(
     model: nn.Module, device: str, steps: int, optimizers: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the median milliseconds of each optimizer's step."""
+    """Return the median seconds of each optimizer's step."""
     for p in model.parameters():
         p.grad = 1e-3 * torch.randn_like(p)
     functions = {name: make(model).step for name, make in optimizers.items()}
-    return rounds(functions, device, steps)
-
-
-def rounds(functions: dict[str, Callable[[], Any]], device: str, steps: int) -> dict[str, float]:
-    """Time the functions in turn, `steps` calls each; return milliseconds per call.
-
-    On a CPU it is the process's own time, which other processes disturb less.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    clock = time.perf_counter if device == "cuda" else time.process_time
-    for turn in range(ROUNDS + 1):
-        for name, function in functions.items():
-            synchronise(device)
-            start = clock()
-            for _ in range(steps):
-                function()
-            synchronise(device)
-            if turn:  # the first round warms up
-                times[name].append((clock() - start) / steps * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return medians(functions, device, ROUNDS, warmup=1, calls=steps)
 
 
 def training_times(batch: int, mode: str, steps: int) -> dict[str, float]:
-    """Return the median milliseconds of ResNet-50's training step under each optimizer."""
+    """Return the median seconds of ResNet-50's training step under each optimizer."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
     run = model if mode == "eager" else torch.compile(model)
-    x = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
-    y = torch.randint(1000, (batch,), device="cuda")
-
-    def train(optimizer: torch.optim.Optimizer) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(run(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    functions = {name: partial(train, OPTIMIZERS[name](model)) for name in IN_TRAINING}
-    return rounds(functions, "cuda", steps)
+    x, y = make_images(batch, 224, "cuda")
+    functions = {}
+    for name in IN_TRAINING:
+        functions[name] = training_step(run, x, y, optimizer=OPTIMIZERS[name](model))
+    return medians(functions, "cuda", ROUNDS, warmup=1, calls=steps)
 
 
 def print_table(title: str, columns: dict[str, dict[str, float]], peers: dict[str, str]) -> None:
-    names = list(next(iter(columns.values())))
-    print(f"\n| {title} | " + " | ".join(columns) + " |")
-    print("| --- |" + " --- |" * len(columns))
-    for name in names:
-        cells = [f"{c[name]:.2f} ({c[name] / c[peers[name]]:.3f})" for c in columns.values()]
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    """Print milliseconds, and in brackets the ratio to the peer; columns are by title."""
+    print()
+    print_heading(title, *columns)
+    for name in next(iter(columns.values())):
+        cells = []
+        for seconds in columns.values():
+            ratio = seconds[name] / seconds[peers[name]]
+            cells.append(f"{seconds[name] * 1e3:.2f} ({ratio:.3f})")
+        print_row(name, *cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batches", default="2,8,32,128,256")
-    parser.add_argument("--modes", default="eager,compiled")
-    arguments = parser.parse_args()
-    device, steps = arguments.device, arguments.steps
+    options = {"steps": 20, "batches": "2,8,32,128,256", "modes": "eager,compiled"}
+    given = make_parser(__doc__, **options).parse_args()
+    device, steps = given.device, given.steps
     torch.backends.cudnn.benchmark = True
     print(f"{hardware(device)}; milliseconds per step (ratio to the base on the plain model)")
     resnet = torchvision.models.resnet50 if device == "cuda" else torchvision.models.resnet18
@@ -187,8 +158,8 @@ def main() -> None:
     title = f"GPT of width {width}, depth {depth}"
     print_table("optimizer's step", {title: times}, dict.fromkeys(ON_TEXT, "torch's Muon, AdamW"))
     if device == "cuda":
-        for mode in arguments.modes.split(","):
-            batches = map(int, arguments.batches.split(","))
+        for mode in given.modes.split(","):
+            batches = map(int, given.batches.split(","))
             columns = {str(b): training_times(b, mode, steps) for b in batches}
             print_table(f"ResNet-50, {mode}, batch", columns, peers)
 

@@ -6,7 +6,7 @@
 
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
-and its time is the median of 50 steps after the warm-up, which follow one another as in training:
+and its time is the median over rounds of steps that follow one another as in training:
 on a GPU the next step is launched before the last one has ended. A cell is time / memory, as
 ratios to the model with BatchNorm in the same mode and run. Memory (on a GPU) is the most that
 was allocated, parameters and optimizer included. In compiled code, and in "graphs", compiled code
@@ -28,13 +28,10 @@ The host is named by BN's time at batch 2, where it alone decides.
 """
 
 import argparse
-import contextlib
 import gc
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -42,13 +39,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geoparam as gp
-from benchmarks.timing import hardware, training_step
+from benchmarks.timing import (
+    hardware,
+    make_images,
+    make_parser,
+    medians,
+    print_heading,
+    print_row,
+    profile_kernels,
+    training_step,
+)
 from geoparam_lab import networks
 
 METHODS = ("bn", "none", "bn+geometric", "imn", "imn+geometric", "layers", "budget", "tune")
 SIZES = {"cuda": {"resnet50": 224, "vgg6": 32}, "cpu": {"resnet50": 64, "vgg6": 32}}
 BATCHES = {"cuda": {"resnet50": 256, "vgg6": 1024}, "cpu": {"resnet50": 8, "vgg6": 64}}
-WARMUP = 10
+CALLS = 10  # steps of a round on a GPU, which follow one another
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -121,146 +127,118 @@ def optimizer_for(model: nn.Module, method: str) -> torch.optim.Optimizer:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def step_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, size: int, mode: str
-) -> Callable[[], None]:
-    """Return one step on a fixed batch."""
-    device = next(model.parameters()).device.type
-    layout = torch.channels_last if device == "cuda" else torch.contiguous_format
-    model = model.to(memory_format=layout)
-    x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
-    y = torch.randint(1000, (batch,), device=device)
-    return training_step(model, x, y, mode, optimizer)
+class Cost(NamedTuple):
+    """What a training step costs."""
+
+    seconds: float
+    memory: float  # GiB allocated at most, parameters and optimizer included; on a GPU
+    first: float  # seconds of the first step, in which code is compiled
+    busy: float = 0.0  # milliseconds that the device is busy; with --profile
+    kernels: float = 0.0
 
 
-def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, float, float]:
-    """Return the median of seconds per step, the most GiB allocated, and the first step's time."""
-    first = _waited(step, device)
-    for _ in range(WARMUP if device == "cuda" else 1):
-        step()
-    if device == "cpu":
-        return statistics.median(_waited(step, device) for _ in range(steps)), 0.0, first
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
-    return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30, first
-
-
-def _waited(step: Callable[[], None], device: str) -> float:
+def measure(step: Callable[[], None], device: str, steps: int, profile: bool) -> Cost:
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    if device == "cpu":
+        first = time.perf_counter() - start
+        return Cost(medians({"": step}, device, steps, warmup=1)[""], 0.0, first)
+
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    rounds = max(1, steps // CALLS)
+    seconds = medians({"": step}, device, rounds, warmup=1, calls=CALLS)[""]
+    cost = Cost(seconds, torch.cuda.max_memory_allocated() / 2**30, first)
+    if profile:
+        busy, kernels = profile_kernels(step, repeats=3)
+        cost = cost._replace(busy=busy * 1e3, kernels=kernels)
+    return cost
 
 
-def busy(step: Callable[[], None], repeats: int = 3) -> tuple[float, float]:
-    """Return the milliseconds that a step keeps the device busy, and the number of kernels."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(repeats):
-            step()
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time for e in kernels) / 1e3 / repeats, len(kernels) / repeats
-
-
-@contextlib.contextmanager
-def memory_budget(method: str) -> Iterator[None]:
-    with torch._functorch.config.patch(
-        activation_memory_budget=0.5 if method == "budget" else 1.0
-    ):
-        yield
-
-
-def one(
-    network: str, method: str, mode: str, device: str, batch: int, given: argparse.Namespace
-) -> tuple[tuple[float, float, float], tuple[float, float] | None] | None:
-    """Build a model, measure it, and give its memory back; None where there is no such thing."""
+def measure_method(
+    network: str, method: str, mode: str, batch: int, given: argparse.Namespace
+) -> Cost:
+    """Build a model, measure it, and give its memory back."""
     torch.compiler.reset()
-    if method == "budget" and mode == "eager":
-        return None
-    model = build(network, method, device)
-    optimizer = optimizer_for(model, method)
-    with memory_budget(method):
-        step = step_of(model, optimizer, batch, SIZES[device][network], mode)
-        found = measure(step, device, given.steps)
-        profile = busy(step) if given.profile and device == "cuda" else None
-    del model, optimizer, step
+    model = build(network, method, given.device)
+    if given.device == "cuda":
+        model = model.to(memory_format=torch.channels_last)
+    x, y = make_images(batch, SIZES[given.device][network], given.device)
+    budget = 0.5 if method == "budget" else 1.0
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        step = training_step(model, x, y, mode, optimizer_for(model, method))
+        cost = measure(step, given.device, given.steps, given.profile)
+    del model, step
     gc.collect()
-    if device == "cuda":
+    if given.device == "cuda":
         torch.cuda.empty_cache()
-    return found, profile
+    return cost
 
 
-def row(network: str, mode: str, batch: int, methods: list[str], given: Any) -> list[str]:
-    """Print one row of the table, the first method in numbers; return the rows of profiles."""
-    title = f"{network}, {batch}x{SIZES[given.device][network]}², {mode}"
-    print(f"| {title} |", end="", flush=True)
-    base, profiles = None, []
-    for method in methods:
-        try:
-            found = one(network, method, mode, given.device, batch, given)
-        except RuntimeError as error:  # out of memory, or what a compiler does not take
-            print(f" {type(error).__name__} |", end="", flush=True)
-            continue
-        if found is None:
-            print(" |", end="", flush=True)
-            continue
-        numbers, profile = found
-        print(f" {_cell(numbers, base, mode, given.device)} |", end="", flush=True)
-        base = base or numbers
-        if profile is not None:
-            profiles.append(f"| {title} | {method} | {profile[0]:.1f} | {profile[1]:.0f} |")
-    print(flush=True)
-    return profiles
-
-
-def _cell(found: tuple, base: tuple | None, mode: str, device: str) -> str:
-    seconds, memory, first = found
+def format_cost(cost: Cost, base: Cost | None, mode: str, device: str) -> str:
+    """Return the cell of a method: ratios to the first one, which itself is in numbers."""
     has_memory = device == "cuda" and mode != "graphs"
-    compiling = "" if mode == "eager" else f" ({first:.0f} s)"
     if base is None:
-        return (
-            f"{seconds * 1e3:.1f} ms" + (f", {memory:.1f} GiB" if has_memory else "") + compiling
-        )
-    ratio = f" / {memory / base[1]:.2f}" if has_memory else ""
-    return f"{seconds / base[0]:.2f}{ratio}{compiling}"
+        cell = f"{cost.seconds * 1e3:.1f} ms" + (f", {cost.memory:.1f} GiB" if has_memory else "")
+    else:
+        cell = f"{cost.seconds / base.seconds:.2f}"
+        cell += f" / {cost.memory / base.memory:.2f}" if has_memory else ""
+    if mode != "eager":
+        cell += f" ({cost.first:.0f} s)"
+    return cell
+
+
+def compare(
+    network: str, mode: str, batch: int, methods: list[str], given: argparse.Namespace
+) -> dict[str, Cost]:
+    """Print one row of the table; return the costs by method."""
+    costs: dict[str, Cost] = {}
+    cells = []
+    for method in methods:
+        if method == "budget" and mode == "eager":
+            cells.append("")
+            continue
+        try:
+            cost = measure_method(network, method, mode, batch, given)
+        except RuntimeError as error:  # out of memory, or what a compiler does not take
+            cells.append(type(error).__name__)
+            continue
+        base = next(iter(costs.values()), None)
+        cells.append(format_cost(cost, base, mode, given.device))
+        costs[method] = cost
+    print_row(name_row(network, mode, batch, given.device), *cells)
+    return costs
+
+
+def name_row(network: str, mode: str, batch: int, device: str) -> str:
+    return f"{network}, {batch}x{SIZES[device][network]}², {mode}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--networks", default="resnet50,vgg6")
-    parser.add_argument("--batches", help="numbers of images; by default one for each network")
-    parser.add_argument("--modes", default="eager,compiled")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--profile", action="store_true")
-    given = parser.parse_args()
+    options = {"networks": "resnet50,vgg6", "batches": "", "modes": "eager,compiled"}
+    options |= {"methods": ",".join(METHODS)}
+    given = make_parser(__doc__, **options, steps=50, profile=False).parse_args()
+    device = given.device
     torch.backends.cudnn.benchmark = True
     methods = given.methods.split(",")
-    cell = "time / memory" if given.device == "cuda" else "time"
-    print(f"One training step, {hardware(given.device)}; {cell} over the first column\n")
-    print(f"| | {' | '.join(methods)} |")
-    print("|" + " --- |" * (len(methods) + 1))
-    profiles = []
+    cell = "time / memory" if device == "cuda" else "time"
+    print(f"One training step, {hardware(device)}; {cell} over the first column\n")
+    print_heading("", *methods)
+    rows = {}
     for network in given.networks.split(","):
-        batches = given.batches or str(BATCHES[given.device][network])
+        batches = given.batches or str(BATCHES[device][network])
         for mode in given.modes.split(","):
             for batch in map(int, batches.split(",")):
-                profiles += row(network, mode, batch, methods, given)
-    if profiles:
-        print("\n| | method | device busy, ms | kernels |\n| --- | --- | --- | --- |")
-        print("\n".join(profiles))
+                costs = compare(network, mode, batch, methods, given)
+                rows[name_row(network, mode, batch, device)] = costs
+
+    if given.profile and device == "cuda":
+        print()
+        print_heading("", "method", "busy, ms", "kernels")
+        for name, costs in rows.items():
+            for method, cost in costs.items():
+                print_row(name, method, f"{cost.busy:.1f}", f"{cost.kernels:.0f}")
 
 
 if __name__ == "__main__":

@@ -131,19 +131,14 @@ def draw(path: Path) -> None:
     for line, (shapes, label) in enumerate(((WIDTHS, "width"), (DEPTHS, "depth"))):
         for axis, name in zip(axes[line], METHODS, strict=True):
             for k, (width, depth) in enumerate(shapes):
-                own = [
-                    r
-                    for r in rows
-                    if (r["method"], r["width"], r["depth"]) == (name, width, depth)
-                ]
-                value = width if label == "width" else depth
-                color = plt.cm.viridis(k / len(shapes))
+                shape = (name, width, depth)
+                runs = [r for r in rows if (r["method"], r["width"], r["depth"]) == shape]
                 axis.plot(
-                    [r["rate"] for r in own],
-                    [r["loss"] for r in own],
+                    [run["rate"] for run in runs],
+                    [run["loss"] for run in runs],
                     "o-",
-                    color=color,
-                    label=f"{label} {value}",
+                    color=plt.cm.viridis(k / len(shapes)),
+                    label=f"{label} {width if label == 'width' else depth}",
                 )
             axis.set(xscale="log", yscale="log", title=name if line == 0 else "", xlabel="rate")
         axes[line][0].set_ylabel("loss of the last 20 steps")

@@ -11,14 +11,21 @@ On a GPU a second table has all convolutions of a ResNet-50, as a training step 
 weights, then one backward through all; `bf16` are in bfloat16 and channels_last, by a copy.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import hardware, kernel_seconds, medians, peak_memory
+from benchmarks.timing import (
+    hardware,
+    make_parser,
+    medians,
+    peak_memory,
+    print_heading,
+    print_row,
+    profile_kernels,
+)
 from geoparam import functional, sphere
 from geoparam.coordinates import Intrinsic
 
@@ -131,17 +138,16 @@ def all_weights(
 
 def measure_resnet50(repeats: int) -> None:
     print("\nAll 53 convolution weights of a ResNet-50, forward + backward, ms\n")
-    print("| type | time | ours | intrinsic | weight_norm | copy |")
-    print("|" + " --- |" * 6)
+    print_heading("type", "time", "ours", "intrinsic", "weight_norm", "copy")
     for half in (False, True):
         steps = steps_of_resnet50(half)
         kinds = {
             "call": medians(steps, "cuda", repeats),
-            "kernels": {name: kernel_seconds(run) for name, run in steps.items()},
+            "kernels": {name: profile_kernels(run)[0] for name, run in steps.items()},
         }
         for kind, seconds in kinds.items():
-            cells = " | ".join(f"{value * 1e3:.2f}" for value in seconds.values())
-            print(f"| {'bf16' if half else 'fp32'} | {kind} | {cells} |", flush=True)
+            cells = [f"{value * 1e3:.2f}" for value in seconds.values()]
+            print_row("bf16" if half else "fp32", kind, *cells)
 
 
 # --- one weight ---------------------------------------------------------------------------------
@@ -163,28 +169,22 @@ def measure(rows: int, n: int, device: str, repeats: int) -> None:
     peak = peak_memory(steps["ours"], device) + 4 * g.numel()  # g was there before
     kinds = {"call": medians(steps, device, repeats)}
     if device == "cuda":
-        kinds["kernels"] = {name: kernel_seconds(run) for name, run in steps.items()}
+        kinds["kernels"] = {name: profile_kernels(run)[0] for name, run in steps.items()}
     for kind, seconds in kinds.items():
         ours = seconds.pop("ours")
-        ratios = " | ".join(f"{peer / ours:.2f}" for peer in seconds.values())
-        print(
-            f"| {rows}x{n} | {kind} | {ratios} | {peak / results:.3f} | {ours * 1e3:.3f} |",
-            flush=True,
-        )
+        ratios = [f"{peer / ours:.2f}" for peer in seconds.values()]
+        print_row(f"{rows}x{n}", kind, *ratios, f"{peak / results:.3f}", f"{ours * 1e3:.3f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=50)
-    args = parser.parse_args()
-    print(f"(latitude, r) -> w, float32, forward + backward; {hardware(args.device)}\n")
-    print("| rows x n | time | naive | weight_norm | intrinsic | copy | memory | ours, ms |")
-    print("|" + " --- |" * 8)
-    for rows, n in SIZES[args.device]:
-        measure(rows, n, args.device, args.repeats)
-    if args.device == "cuda":
-        measure_resnet50(args.repeats)
+    given = make_parser(__doc__, repeats=50).parse_args()
+    print(f"(latitude, r) -> w, float32, forward + backward; {hardware(given.device)}\n")
+    peers = ("naive", "weight_norm", "intrinsic", "copy")
+    print_heading("rows x n", "time", *peers, "memory", "ours, ms")
+    for rows, n in SIZES[given.device]:
+        measure(rows, n, given.device, given.repeats)
+    if given.device == "cuda":
+        measure_resnet50(given.repeats)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
 from geoparam_lab import plots
-from geoparam_lab.parameter_steps import make_steps, respond
+from geoparam_lab.parameter_steps import read_stored, respond
 
 
 def build() -> dict[str, nn.Module]:
@@ -36,6 +36,17 @@ def build() -> dict[str, nn.Module]:
     }
 
 
+def draw_noise(layer: nn.Module, deviation: float) -> dict[str, torch.Tensor]:
+    """Return Gaussian steps of all that a layer stores but r, the same draws for every layer."""
+    generator = torch.Generator().manual_seed(0)
+    steps = {}
+    for role, parameter in read_stored(layer).items():
+        if role != "scale":
+            draws = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            steps[role] = deviation * draws
+    return steps
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
@@ -47,10 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, layer in build().items():
         turns = []
         for delta in deltas:
-            noise = make_steps(
-                layer, "gaussian", delta, generator=torch.Generator().manual_seed(0)
-            )
-            turns.append(respond(layer, noise).rotation)
+            turns.append(respond(layer, draw_noise(layer, delta)).rotation)
         style = plots.method_style(name).line
         for ax, find in zip(axes[0], (torch.max, torch.median), strict=True):
             ax.plot(deltas, [find(turn) for turn in turns], **style, label=name)

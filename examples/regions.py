@@ -9,7 +9,6 @@ import argparse
 import copy
 from pathlib import Path
 
-import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import plots
-from geoparam_lab.regions import Plane, Slice, slice_regions
+from geoparam_lab.regions import Regions, find_regions
 
 FILLS = ("#f4f4f4", "#e8eef4", "#f4efe8", "#eaf2ec", "#f1eaf1")
-PLANE = Plane(torch.zeros(2), torch.eye(2), (-2.0, 2.0, -2.0, 2.0))
+WINDOW = (-2.0, 2.0, -2.0, 2.0)
 
 
 def draw_rings(count: int) -> tuple[Tensor, Tensor]:
@@ -43,16 +42,15 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
     return loss.item()
 
 
-def draw(regions: Slice, ax: Axes) -> None:
+def draw(regions: Regions, ax: Axes) -> None:
     """Fill the polygons, and draw the boundaries of each layer on top."""
-    fills = [FILLS[i % len(FILLS)] for i in range(regions.count)]
+    fills = [FILLS[i % len(FILLS)] for i in range(len(regions.polygons))]
     ax.add_collection(PolyCollection(regions.polygons, facecolors=fills, edgecolors="none"))
     for depth, (name, pieces) in enumerate(regions.segments.items()):
         colour = colormaps["plasma"](0.8 * depth / max(1, len(regions.segments) - 1))
         lines = LineCollection(list(pieces), colors=[colour], linewidths=2 - depth, label=name)
         ax.add_collection(lines)
-    (left, low), (right, high) = np.array(regions.plane.extent).reshape(2, 2).T
-    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="a", ylabel="b")
+    ax.set(xlim=WINDOW[:2], ylim=WINDOW[2:], aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
     ax.grid(visible=False)
 
 
@@ -71,12 +69,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     figure, axes = plots.new_figure(1, 2, size=(11, 5))
     for ax, title, network in zip(axes[0], ("before", "after"), (fresh, model), strict=True):
-        regions = slice_regions(network, PLANE)
+        regions = find_regions(network, WINDOW)
         draw(regions, ax)
         for ring, colour in ((0, "black"), (1, "white")):
             ax.plot(*x[y == ring].T, "o", color=colour, mec="black", ms=3)
-        ax.set_title(f"{title} training: {regions.count} linear regions", loc="left")
-        print(f"{title} training: {regions.count} linear regions")
+        ax.set_title(f"{title} training: {len(regions.polygons)} linear regions", loc="left")
+        print(f"{title} training: {len(regions.polygons)} linear regions")
     axes[0, 1].legend(title="layer", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(given.out, dpi=120)
 

@@ -6,18 +6,18 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 
-def check_names(what: str, known: Collection[object], *names: object) -> None:
-    """Raise ValueError where a name is not known, or there is none.
+def check_names(what: str, allowed: Collection[object], *names: object) -> None:
+    """Raise ValueError where a name is not allowed, or there is none.
 
     Example:
         >>> check_names("skip", ("centred", "plain"), "both")
         Traceback (most recent call last):
         ValueError: skip is one of centred, plain; got 'both'.
     """
-    wrong = [name for name in names if name not in known]
+    wrong = [name for name in names if name not in allowed]
     if wrong or not names:
         got = ", ".join(map(repr, wrong)) or "none"
-        raise ValueError(f"{what} is one of {', '.join(map(str, known))}; got {got}.")
+        raise ValueError(f"{what} is one of {', '.join(map(str, allowed))}; got {got}.")
 
 
 def check_counts(**counts: int | None) -> None:
@@ -48,10 +48,10 @@ def check_fields(
         choices: names of fields, and what each may be.
         rules: some of RULES, and the fields that each is for.
     """
-    for name, known in choices.items():
+    for name, allowed in choices.items():
         value = getattr(settings, name)
         if value is not None:
-            check_names(name, known, value)
+            check_names(name, allowed, value)
     for rule, names in rules.items():
         for name in names:
             value = getattr(settings, name)

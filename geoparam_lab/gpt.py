@@ -100,8 +100,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        maps = (self.query, self.key, self.value)
-        q, k, v = (each(x).view(batch, length, self.heads, -1).transpose(1, 2) for each in maps)
+        heads = (batch, length, self.heads, -1)
+        q = self.query(x).view(heads).transpose(1, 2)
+        k = self.key(x).view(heads).transpose(1, 2)
+        v = self.value(x).view(heads).transpose(1, 2)
         dropped = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))

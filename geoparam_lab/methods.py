@@ -85,8 +85,8 @@ class Method:
     order: int = 0  # of the inputs; 0 as they are, others are drawn from it
 
     def __post_init__(self) -> None:
-        for option, known in _WORDS.items():
-            check_names(option, known, getattr(self, option))
+        for option, words in _WORDS.items():
+            check_names(option, words, getattr(self, option))
         if not str(self.order).isdecimal():
             raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
         object.__setattr__(self, "order", int(self.order))  # in a method's name it is text
@@ -200,8 +200,8 @@ def without_options(name: str) -> str:
 
 def rank(name: str) -> int:
     """Return a method's place in the order of tables; unknown ones come last."""
-    order = list(METHODS)
-    return order.index(without_options(name)) if without_options(name) in order else len(order)
+    order = [*METHODS, without_options(name)]
+    return order.index(without_options(name))
 
 
 def title(name: str) -> str:
@@ -211,22 +211,22 @@ def title(name: str) -> str:
         >>> title("gmp+imn"), title("bn:optimizer=muon"), title("mine")
         ('GmP+IMN', 'BN, optimizer muon', 'mine')
     """
-    method, *options = name.split(":")
-    return ", ".join([TITLES.get(method, method), *(each.replace("=", " ") for each in options)])
+    method, *options = name.replace("=", " ").split(":")
+    return ", ".join([TITLES.get(method, method), *options])
 
 
 def get(name: str, **options: str) -> Method:
     """Return the method of this name, with options other than its defaults."""
     check_names("a method", METHODS, without_options(name))
-    plain, chosen = read_options(name, dict.fromkeys(OPTIONS, str))
-    check_options(plain, chosen)
-    pairs = {option: ",".join(values) for option, values in chosen.items()}
-    is_idle = "angle_lr" in pairs or pairs.get("init") in ("sphere", "released")
-    if is_idle and not METHODS[plain].is_geometric:
+    method, values = read_options(name, dict.fromkeys(OPTIONS, str))
+    check_options(method, values)
+    options |= {option: ",".join(texts) for option, texts in values.items()}
+    is_of_directions = "angle_lr" in values or values.get("init") in (["sphere"], ["released"])
+    if is_of_directions and not METHODS[method].is_geometric:
         raise ValueError(
             f"angle_lr, init=sphere and init=released are of geometric layers; got {name!r}."
         )
-    return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
+    return replace(METHODS[method], **options)  # type: ignore[arg-type]
 
 
 def check_options(method: str, options: Collection[str]) -> None:

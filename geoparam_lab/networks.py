@@ -89,8 +89,10 @@ def vgg6(
     with methods.use_seed(seed):
         for number, (inputs, units) in enumerate(zip((3, *widths), widths, strict=False), start=1):
             block = builder.block(nn.Conv2d, inputs, units, 3, padding=1, first=number == 1)
-            for index, module in enumerate(block):
-                kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
+            conv, *others = block
+            parts[f"conv{number}"] = conv
+            for module in others:
+                kind = "relu" if isinstance(module, nn.ReLU) else "norm"
                 parts[f"{kind}{number}"] = module
             if number % 2 == 0:
                 parts[f"pool{number}"] = nn.MaxPool2d(2)
@@ -121,14 +123,14 @@ def resnet(
     check_names("the depth", _DEPTHS, depth)
     check_names("skip", ("centred", "plain"), skip)
     check_names("constants", CONSTANTS, constants)
+    is_plain = builder.norm == "imn" and skip == "plain"
     if builder.norm == "imn" and builder.imn != "output":
         raise ValueError(
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "
             f"imn={builder.imn!r}. Leave imn as it is."
         )
-    if builder.norm == "imn" and skip == "plain" and not builder.is_geometric:
+    if is_plain and not builder.is_geometric:
         raise ValueError(f"skip='plain' converts to geometric layers; got {builder.title}.")
-    is_plain = builder.norm == "imn" and skip == "plain"
     with methods.use_seed(seed):
         first = methods.get("bn") if is_plain else builder  # plain skips: converted below
         model = ResNet(first, *_DEPTHS[depth], classes, small=small, width=width)
@@ -142,8 +144,8 @@ def resnet(
 
 
 def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
-    shape = {"stride": stride, "padding": kernel // 2}
-    return method.make_layer(nn.Conv2d, inputs, units, kernel, **shape)
+    padding = kernel // 2
+    return method.make_layer(nn.Conv2d, inputs, units, kernel, stride=stride, padding=padding)
 
 
 def _make_norm(method: Method, units: int) -> nn.Module:
@@ -197,7 +199,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = x
         for n in range(1, self.count + 1):
-            out = getattr(self, f"bn{n}")(getattr(self, f"conv{n}")(out))
+            out = getattr(self, f"conv{n}")(out)
+            out = getattr(self, f"bn{n}")(out)
             if n == self.count:
                 out = out + (x if self.downsample is None else self.downsample(x))
             out = getattr(self, f"activation{n}")(out)

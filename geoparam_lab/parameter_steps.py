@@ -1,4 +1,4 @@
-r"""Steps of a layer's stored parameters: how far boundaries turn and move, and how far they could.
+"""Steps of a layer's stored parameters: how far boundaries turn and move.
 
 What is perturbed is what an optimizer steps on, and not the weight computed from it:
 
@@ -11,34 +11,17 @@ What is perturbed is what an optimizer steps on, and not the weight computed fro
 Norms need no table of their own: BN is WN in the norm of the data's covariance, with gamma for l
 and beta for b, and LN is SP on the difference w_i - mean(w).
 
-The kinds of step, of all roles but r, as in the papers' figure 1:
-
-    constant      delta is added to every element. To theta, that is: the stored latitude is
-                  pi/2 - theta and loses delta.
-    gaussian      N(0, delta^2) is added to every element.
-    adversarial   -(1 + delta) w is added to w, or to v, and nothing to the other roles
-                  (Propositions 2.3-2.5).
-
-GmP stores no w to reverse. Its adversary takes a step of the same length as the one that reverses
-the unit under SP, (1 + delta) |r|, in the worst direction. Among angles that is theta_1: its
-metric is 1, so the unit turns by the full length, at most by pi. For an intrinsic d it is the
-tangent from the origin: the unit turns by arcsin of the length, and is reversed above 1.
-
-A bound is the turn that no step of that length exceeds. For a step eps of the direction:
-
-    SP, WN, intrinsic     arcsin(||eps|| / ||w||) while ||eps|| < ||w||, else 180 degrees
-    angles                ||eps||: the path's length, which is at least the angle (Theorem 3.7)
-
-Both are attained by some step of that length. Where a sign may flip, of l or of an r inside the
-activation, which takes a step as large as they are, the bound is 180 degrees under every
-parameterization, GmP included.
+Two kinds of step are the papers'. In figure 1 every element but r's is moved by the same delta. In
+propositions 2.3 to 2.5 -(1 + delta) w is added to w, or to v, and nothing to the other roles: that
+reverses the unit. GmP stores no w. Its step has the length of the one that reverses the unit under
+SP, (1 + delta) |r|, and the worst direction. Among angles that is theta_1: its metric is 1, so the
+unit turns by the full length, at most by pi. For an intrinsic d it is the tangent from the origin:
+the unit turns by arcsin of the length, and is reversed above 1.
 """
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +29,9 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis import Boundaries, layer_boundaries
-from geoparam_lab.checks import check_names
 
-Kind = Literal["constant", "gaussian", "adversarial"]
 Steps = Mapping[str, Tensor]  # what is added, by role
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
 
 
@@ -61,7 +41,6 @@ class Response:
 
     rotation: Tensor  # (out,), the turn of each boundary in degrees
     displacement: Tensor  # (out,), the move ||delta phi|| of its location
-    bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
     after: Boundaries  # the boundaries after the step
 
 
@@ -93,47 +72,37 @@ def _has_angles(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def make_steps(
-    layer: nn.Module,
-    kind: Kind = "constant",
-    delta: float = 1e-3,
-    *,
-    generator: torch.Generator | None = None,
-) -> dict[str, Tensor]:
-    """Return a perturbation of one layer: float64 steps by role.
+def make_constant_steps(layer: nn.Module, delta: float) -> Steps:
+    """Return a step that moves every stored element but r's by delta; theta gains delta.
 
     Example:
-        >>> layer = gp.GmPLinear(2, 1)
-        >>> {role: step.tolist() for role, step in make_steps(layer, delta=0.5).items()}
+        >>> steps = make_constant_steps(gp.GmPLinear(2, 1), 0.5)
+        >>> {role: step.tolist() for role, step in steps.items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
-    check_names("a kind", KINDS, kind)
     stored = read_stored(layer)
-    if kind == "adversarial":
-        return {"direction": _reverse(layer, delta)} if "direction" in stored else {}
-
-    steps = {}
-    for role, parameter in stored.items():
-        value = parameter.double()
-        if role == "scale":
-            continue
-        if kind == "gaussian":
-            noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
-            steps[role] = delta * noise
-        elif role == "direction" and _has_angles(layer):
-            steps[role] = torch.full_like(value, -delta)
-        else:
-            steps[role] = torch.full_like(value, delta)
+    stored.pop("scale", None)
+    steps = {role: torch.full_like(value.double(), delta) for role, value in stored.items()}
+    if _has_angles(layer):
+        steps["direction"] *= -1  # the latitude is pi/2 - theta
     return steps
 
 
-def _reverse(layer: nn.Module, delta: float) -> Tensor:
+@torch.no_grad()
+def make_reversing_steps(layer: nn.Module, delta: float) -> Steps:
     """Return -(1 + delta) w for a stored w or v, and for GmP the worst step of that length."""
     if delta <= 0:
-        raise ValueError(f"the adversarial -(1 + delta) w needs delta > 0; got {delta:g}.")
-    d = read_stored(layer)["direction"].double()
-    if not isinstance(layer, gp.GmPLayer):
-        return -(1 + delta) * d
+        raise ValueError(f"a step of -(1 + delta) w needs delta > 0; got {delta:g}.")
+    stored = read_stored(layer)
+    if "direction" not in stored:  # one input: a sign
+        return {}
+    d = stored["direction"].double()
+    if isinstance(layer, gp.GmPLayer):
+        return {"direction": _find_worst_step(layer, d, delta)}
+    return {"direction": -(1 + delta) * d}
+
+
+def _find_worst_step(layer: gp.GmPLayer, d: Tensor, delta: float) -> Tensor:
     reach = (1 + delta) * layer.r.double().abs()[:, None]
     if _has_angles(layer):
         return torch.cat([-reach, torch.zeros_like(d[:, 1:])], dim=1)
@@ -152,8 +121,8 @@ def _reverse(layer: nn.Module, delta: float) -> Tensor:
 def respond(layer: nn.Module, steps: Steps) -> Response:
     """Return how the boundaries of one layer's units answer to steps, by role.
 
-    Steps are rounded to what the parameters can hold; turns, moves and bounds are those of the
-    rounded step, in float64.
+    Steps are rounded to what the parameters can hold; turns and moves are those of the rounded
+    step, in float64.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -174,33 +143,8 @@ def respond(layer: nn.Module, steps: Steps) -> Response:
 
     old, new = layer_boundaries(before), layer_boundaries(after)
     angle = sphere.angle_between(old.direction, new.direction)
-    bound = _bound_turn(before, after)
     return Response(
         rotation=angle.rad2deg(),
         displacement=(old.location - new.location).norm(dim=-1),
-        bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
         after=new,
     )
-
-
-def _bound_turn(before: nn.Module, after: nn.Module) -> Tensor:
-    """Return the largest turn that a step of this length can cause, in radians."""
-    old, new = read_stored(before), read_stored(after)
-    if "direction" not in old:  # one input: a sign
-        bound = torch.zeros_like(old["scale"])
-    else:
-        row, other = old["direction"].flatten(1), new["direction"].flatten(1)
-        size, length = sphere.length(other - row), sphere.length(row)
-        if _has_angles(before):
-            bound = size.clamp(max=math.pi)
-        else:
-            bound = torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
-
-    factors = ["length"]  # whose signs are the unit's too
-    if getattr(before, "activation", None) is None:
-        factors.append("scale")
-    for role in old.keys() & set(factors):
-        factor, later = old[role].flatten(), new[role].flatten()
-        may_flip = (factor != later) & ((later - factor).abs() >= factor.abs())
-        bound = torch.where(may_flip, math.pi, bound)
-    return bound

@@ -60,8 +60,8 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
             return load(data, "generated")
     if source == "KEEL":
         table = table_files.load(KEEL, data)
-        chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
-        x, y = chosen[:, :2], (chosen[:, 2] + 1) / 2
+        drawn = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
+        x, y = drawn[:, :2], (drawn[:, 2] + 1) / 2
     else:
         x, y = synthetic.banana(0, POINTS)
     train, test = split(POINTS, seed=0)

@@ -74,15 +74,15 @@ class PackedImages(Source):
             raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}")
         digest = hashlib.sha256()
         train, val = (_read_split(files, size, digest) for files in (train_files, [val_file]))
-        known, seen = (set(split.labels.unique().tolist()) for split in (train, val))
-        if others := sorted(label + 1 for label in seen - known):
+        labels = train.labels.unique()  # in order; there may be gaps
+        others = val.labels[~torch.isin(val.labels, labels)].unique() + 1
+        if len(others):
             raise ValueError(
                 f"{val_file} has labels that the training files do not have: "
-                f"{', '.join(map(str, others[:5]))}. Use files that belong together."
+                f"{', '.join(map(str, others[:5].tolist()))}. Use files that belong together."
             )
-        names = train.labels.unique()  # in order; there may be gaps
-        train, val = (Split(s.images, torch.searchsorted(names, s.labels)) for s in (train, val))
-        return cls(train, val, len(names), checksum=digest.hexdigest()[:16])
+        train, val = (Split(s.images, torch.searchsorted(labels, s.labels)) for s in (train, val))
+        return cls(train, val, len(labels), checksum=digest.hexdigest()[:16])
 
     def _make_batches(
         self, split: Split, shares: Shares, device: Device, seed: int | None = None, crop: int = 0
@@ -118,13 +118,13 @@ class PackedBatches(Batches):
         spans = [slice(*self.shares.span(step)) for step in range(self.steps)]
         return (self._take(*(part[span] for part in drawn)) for span in spans)
 
-    def _take(self, chosen: Tensor, flips: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
+    def _take(self, numbers: Tensor, flips: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
         size = self.split.images.shape[1]
-        along = torch.arange(size, device=chosen.device)
+        along = torch.arange(size, device=numbers.device)
         rows, columns = (_reflect(along + shift, size) for shift in shifts.unbind(1))
         columns = torch.where(flips, columns.flip(1), columns)
-        images = self.split.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return images.permute(0, 3, 1, 2).div(255).sub_(self.mean), self.split.labels[chosen]
+        images = self.split.images[numbers[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return images.permute(0, 3, 1, 2).div(255).sub_(self.mean), self.split.labels[numbers]
 
 
 def _reflect(index: Tensor, size: int) -> Tensor:

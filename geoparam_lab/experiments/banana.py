@@ -106,9 +106,8 @@ def describe(data: Banana, result: Result, film: Film) -> Iterator[tuple[Arrays,
     assert result.motion is not None
     across, up = np.meshgrid(*make_grid(data))  # row by row of the second input
     mesh = np.stack([across.ravel(), up.ravel()], axis=1)
-    outputs = film.predict(np.concatenate([mesh, data.x_test]))
-    logits, tests = np.split(outputs, [len(mesh)], axis=2)
-    right = (tests > 0) == (data.y_test > 0.5)
+    logits = film.predict(mesh)
+    right = (film.predict(data.x_test) > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
     per_epoch = make_problem(data).steps_per_epoch
     for i, end in enumerate(result.epochs.tolist()):

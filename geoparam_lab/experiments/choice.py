@@ -23,20 +23,21 @@ def choose_best(
         fields: what records of one method on one problem have in common.
         lowest: whether a low mean is good.
     """
-    shown: list[Record] = []
+    best_records: list[Record] = []
     for group in group_records(records, *fields).values():
-        settings: dict[tuple[float, str], dict[int, Record]] = {}
+        settings: dict[tuple[float, str], dict[int, Record]] = {}  # by rate and options, by seed
         for record in group:
-            at = record["lr"], record.get("tuned", "")
-            settings.setdefault(at, {})[record["seed"]] = record
+            setting = record["lr"], record.get("tuned", "")
+            settings.setdefault(setting, {})[record["seed"]] = record
+
         most = max(map(len, settings.values()))
-        values = {
-            at: float(np.mean([record.get(measure, math.nan) for record in some.values()]))
-            for at, some in sorted(settings.items())
-            if len(some) == most
-        }
-        finite = [at for at in values if math.isfinite(values[at])]
+        means = {}
+        for setting, by_seed in sorted(settings.items()):
+            if len(by_seed) == most:
+                values = [record.get(measure, math.nan) for record in by_seed.values()]
+                means[setting] = float(np.mean(values))
+        finite = [setting for setting, mean in means.items() if math.isfinite(mean)]
         choose = min if lowest else max
-        best = choose(finite or values, key=values.__getitem__)
-        shown += [record | {"tries": len(settings)} for record in settings[best].values()]
-    return shown
+        best = choose(finite or means, key=means.__getitem__)
+        best_records += [r | {"tries": len(settings)} for r in settings[best].values()]
+    return best_records

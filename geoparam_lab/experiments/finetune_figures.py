@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from geoparam_lab import plots
 from geoparam_lab.experiments import finetune
 from geoparam_lab.plots import CYCLE, legend_beside
-from geoparam_lab.plots.ticks import label_ticks
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
 from geoparam_lab.training.finetune.settings import METHODS
 
@@ -38,21 +37,16 @@ def draw_batch_sizes(records: Sequence[Record]) -> Figure:
     methods = _list_methods(records)
     for index, method in enumerate(methods):
         by_batch = group_records(select_records(best, method=method), "batch_size")
-        top1 = {batch: [r["top1"] for r in by_batch[batch,]] for (batch,) in sorted(by_batch)}
-        shift = _SHIFT ** (index - (len(methods) - 1) / 2)
-        ax.errorbar(
-            [batch * shift for batch in top1],
-            [np.mean(values) for values in top1.values()],
-            [_find_error(values) for values in top1.values()],
-            color=_COLOURS[method],
-            marker="o",
-            ms=5,
-            capsize=3,
-            label=method,
-        )
-    ax.set(xscale="log", xlabel="batch size", ylabel="top-1 accuracy on test images (%)")
-    batches = sorted({record["batch_size"] for record in records})
-    label_ticks(ax, {batch: f"{batch:,}" for batch in batches})
+        batches, means, errors = [], [], []
+        for (batch,), group in sorted(by_batch.items()):
+            top1 = [record["top1"] for record in group]
+            batches.append(batch * _SHIFT ** (index - (len(methods) - 1) / 2))
+            means.append(np.mean(top1))
+            errors.append(_find_error(top1))
+        style = {"color": _COLOURS[method], "marker": "o", "ms": 5, "capsize": 3}
+        ax.errorbar(batches, means, errors, **style, label=method)
+    plots.tick_values(ax, sorted({record["batch_size"] for record in records}))
+    ax.set(xlabel="batch size", ylabel="top-1 accuracy on test images (%)")
     legend_beside(ax)
     return figure
 
@@ -61,9 +55,9 @@ def draw_rates(records: Sequence[Record]) -> Figure:
     """Return accuracy on images held out over the rate, a panel for each batch size."""
     first = select_records(records, seed=0)
     batches = sorted({record["batch_size"] for record in first})
-    figure, axes = plots.new_figure(1, len(batches), size=(3.6 * len(batches) + 1.8, 3.8))
-    for ax, batch in zip(axes[0], batches, strict=True):
-        ax.sharey(axes[0, 0])
+    figure, columns, corner = plots.new_columns(len(batches), 1, size=(3.6, 3.8))
+    for ax, batch in zip(columns[:, 0], batches, strict=True):
+        ax.sharey(columns[0, 0])
         for method in _list_methods(records):
             same = select_records(first, batch_size=batch, method=method)
             same.sort(key=lambda record: record["lr"])
@@ -71,14 +65,14 @@ def draw_rates(records: Sequence[Record]) -> Figure:
             ax.plot(rates, top1, color=_COLOURS[method], marker="o", ms=4, label=method)
         ax.set(xscale="log", xlabel="learning rate")
         ax.set_title(f"batch size {batch:,}", loc="left")
-    axes[0, 0].set_ylabel("top-1 accuracy on images held out (%)")
-    legend_beside(axes[0, -1])
+    columns[0, 0].set_ylabel("top-1 accuracy on images held out (%)")
+    legend_beside(corner)
     return figure
 
 
 def _list_methods(records: Sequence[Record]) -> list[str]:
-    present = {record["method"] for record in records}
-    return [method for method in METHODS if method in present]
+    trained = {record["method"] for record in records}
+    return [method for method in METHODS if method in trained]
 
 
 def _find_error(values: Sequence[float]) -> float:

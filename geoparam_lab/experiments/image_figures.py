@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from geoparam_lab import methods, plots
 from geoparam_lab.experiments import image_text
 from geoparam_lab.plots import curve_styles, legend_beside
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, select_records
 
 Array = np.ndarray
 
@@ -67,28 +67,26 @@ def _draw_curves(
 ) -> Figure:
     """Return training above validation, and a column of these for each batch size."""
     batches = sorted({record["batch_size"] for record in records})
-    figure, axes = plots.new_figure(2, len(batches), size=(3.9 * len(batches) + 2.0, 6.4))
     rows = {name: label for name, label in _ROWS.items() if name in next(iter(curves.values()))}
-    titles = dict.fromkeys(methods.title(record["method"]) for record in records)
-    for row, (curve, label) in zip(axes, rows.items(), strict=True):
-        for ax, batch in zip(row, batches, strict=True):
+    figure, columns, corner = plots.new_columns(
+        len(batches), len(rows), size=(3.9, 3.2), most=len(batches)
+    )
+    for column, batch in zip(columns, batches, strict=True):
+        for ax, first, (name, label) in zip(column, columns[0], rows.items(), strict=True):
             # Every title, so that styles and legend are the same on all axes.
-            by_title: dict[str, list[Array]] = {title: [] for title in titles}
-            for record in (record for record in records if record["batch_size"] == batch):
-                values = curves[record["name"]][curve].astype(float)
+            lines = {methods.title(r["method"]): [np.full(epochs, np.nan)] for r in records}
+            for record in select_records(records, batch_size=batch):
+                values = curves[record["name"]][name].astype(float)
                 lacking = (0, epochs - len(values))
                 padded = np.pad(values, lacking, constant_values=np.nan)
-                by_title[methods.title(record["method"])].append(padded)
-            nothing = [np.full(epochs, np.nan)]
-            lines = {title: np.stack(rows or nothing) for title, rows in by_title.items()}
-            ax.sharey(row[0])
-            draw_means(ax, lines)
-            ax.set(xlabel="epoch", ylabel=label if ax is row[0] else "")
+                lines[methods.title(record["method"])].append(padded)
+            ax.sharey(first)
+            draw_means(ax, {title: np.stack(seeds) for title, seeds in lines.items()})
+            ax.set_ylabel(label if ax is first else "")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    for ax, batch in zip(axes[0], batches, strict=True):
-        ax.set_title(f"batch size {batch:,}", fontsize=10)
-        ax.set_xlabel("")
-    legend_beside(axes[0, -1])
+        column[0].set_title(f"batch size {batch:,}", fontsize=10)
+        column[-1].set_xlabel("epoch")
+    legend_beside(corner)
     return figure
 
 

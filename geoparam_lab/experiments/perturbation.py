@@ -36,7 +36,7 @@ SP and WN turn alike, by an angle that depends on delta / ||w||: once delta is m
 ||w|| they point to (1, 1), wherever they pointed before.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,14 @@ from geoparam_lab.experiments.experiment import (
 )
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
-from geoparam_lab.parameter_steps import DELTAS, Kind, Response, make_steps, respond
+from geoparam_lab.parameter_steps import (
+    DELTAS,
+    Response,
+    Steps,
+    make_constant_steps,
+    make_reversing_steps,
+    respond,
+)
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
 
@@ -87,7 +94,6 @@ class Turns:
     lams: Array  # signed distances of its boundary likewise, (1 + D,)
     rotation: Array  # angles between these and the unperturbed one in degrees, (D,)
     rotations: Array  # of the other units, (D, units)
-    bounds: Array  # what no perturbation of the same length turns them beyond
     reversal: Array  # turns of the papers' unit by a step of -(1 + delta) w, (D,)
 
     @property
@@ -135,17 +141,16 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
     """
     check_names("a method", METHODS, method)
     papers, many = draw_units([SEED]), draw_units(range(seeds))
-    own = [step(method, papers, "constant", delta) for delta in DELTAS]
-    reversals = [step(method, papers, "adversarial", delta) for delta in DELTAS]
-    answers = [step(method, many, "constant", delta) for delta in DELTAS]
-    places = [layer_boundaries(build(method, papers)), *(each.after for each in own)]
+    moved = [step(method, papers, make_constant_steps, delta) for delta in DELTAS]
+    reversed_ = [step(method, papers, make_reversing_steps, delta) for delta in DELTAS]
+    others = [step(method, many, make_constant_steps, delta) for delta in DELTAS]
+    places = [layer_boundaries(build(method, papers)), *(response.after for response in moved)]
     return Turns(
         directions=np.concatenate([place.direction for place in places]),
         lams=np.concatenate([place.distance for place in places]),
-        rotation=np.concatenate([answer.rotation for answer in own]),
-        rotations=np.stack([answer.rotation for answer in answers]),
-        bounds=np.stack([answer.bound for answer in answers]),
-        reversal=np.concatenate([answer.rotation for answer in reversals]),
+        rotation=np.concatenate([response.rotation for response in moved]),
+        rotations=np.stack([response.rotation for response in others]),
+        reversal=np.concatenate([response.rotation for response in reversed_]),
     )
 
 
@@ -155,17 +160,22 @@ def draw_units(seeds: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.stack(draws))
 
 
-def step(method: str, units: torch.Tensor, kind: Kind, delta: float) -> Response:
+def step(
+    method: str,
+    units: torch.Tensor,
+    make_steps: Callable[[nn.Module, float], Steps],
+    delta: float,
+) -> Response:
     """Return how the first unit of each layer answers to a step of its stored parameters."""
     layer = build(method, units)
-    steps = make_steps(layer, kind, delta)
+    steps = dict(make_steps(layer, delta))
     if method == "sn":
         # The line is w x + s (b / s) = 0, and a step of the row changes s.
         weights, b = units[..., :2], units[:, 0, 2]
         moved = weights.clone()
         moved[:, 0] += steps["direction"]
-        s, later = (torch.linalg.matrix_norm(each, ord=2) for each in (weights, moved))
-        steps["offset"] = later * (b / s + steps.get("offset", 0.0)) - b
+        s, moved_s = (torch.linalg.matrix_norm(rows, ord=2) for rows in (weights, moved))
+        steps["offset"] = moved_s * (b / s + steps.get("offset", 0.0)) - b
     return respond(layer, steps)
 
 
@@ -188,24 +198,24 @@ def build(method: str, units: torch.Tensor) -> nn.Module:
 
 def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
     """Return a record for each method and delta: the unit's turn, and those of others."""
-    return [
-        {
-            "method": method,
-            "delta": delta,
-            "rotation": float(own.rotation[i]),
-            "rotation_median": float(np.median(own.rotations[i])),
-            "rotation_max": float(own.rotations[i].max()),
-            "bound_max": float(own.bounds[i].max()),
-            "reversal": float(own.reversal[i]),
-        }
-        for method, own in turns.items()
-        for i, delta in enumerate(DELTAS)
-    ]
+    records = []
+    for method, of_method in turns.items():
+        for i, delta in enumerate(DELTAS):
+            record = {
+                "method": method,
+                "delta": delta,
+                "rotation": float(of_method.rotation[i]),
+                "rotation_median": float(np.median(of_method.rotations[i])),
+                "rotation_max": float(of_method.rotations[i].max()),
+                "reversal": float(of_method.reversal[i]),
+            }
+            records.append(record)
+    return records
 
 
 def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
-    turns = {method: own for method, own in turns.items() if method not in WITHOUT_LINE}
+    turns = {method: turns[method] for method in turns if method not in WITHOUT_LINE}
     names = list_in_words(title(method) for method in turns)
     return {
         "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
@@ -239,9 +249,9 @@ def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
         plots.plane(ax, VIEW)
         _draw_line(ax, before, 0, color="#cccccc", linewidth=11, label="before")
         styles = plots.curve_styles([title(method) for method in turns])
-        for style, (method, own) in zip(styles, turns.items(), strict=True):
-            width = WIDTHS.get(method, 1.6)
-            _draw_line(ax, own, i + 1, color=style.colour, linewidth=width, label=style.title)
+        for style, method in zip(styles, turns, strict=True):
+            line = {"color": style.colour, "linewidth": WIDTHS.get(method, 1.6)}
+            _draw_line(ax, turns[method], i + 1, **line, label=style.title)
         ax.set_title(f"({letter}) δ = {delta:g}", loc="left")
     panels[-1].axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
@@ -281,11 +291,11 @@ def _draw_2d() -> "Figure":
 
 
 def _finding(run: Run) -> str:
-    found = {(r["method"], r["delta"]): r["rotation"] for r in run.records()}
-    delta = max(delta for _, delta in found)
+    turns = {(r["method"], r["delta"]): r["rotation"] for r in run.records()}
+    delta = max(delta for _, delta in turns)
     return (
         f"One small unit: when each of its stored parameters changes by {delta:g}, its boundary "
-        f"turns by {found['gmp', delta]:.3g}° under GmP and by {found['sp', delta]:.3g}° under SP."
+        f"turns by {turns['gmp', delta]:.3g}° under GmP and by {turns['sp', delta]:.3g}° under SP."
     )
 
 

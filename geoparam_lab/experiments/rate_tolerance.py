@@ -72,8 +72,8 @@ def describe_tolerance(panels: Panels) -> str:
     phrases = []
     for name in next(iter(panels.values())):
         tolerances = [panel[name] for panel in panels.values()]
-        width = math.exp(np.mean([math.log(each.width) for each in tolerances]))
-        failed = float(np.mean([each.failed for each in tolerances]))
+        width = math.exp(np.mean([math.log(tolerance.width) for tolerance in tolerances]))
+        failed = np.mean([tolerance.failed for tolerance in tolerances])
         phrases.append(f"{methods.title(name)} {width:.2g} ({failed:.0%})")
     over = ", the geometric mean over data sets" if len(panels) > 1 else ""
     return (
@@ -96,22 +96,19 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
     """Draw the median error over the rate, a panel for each data set; the plateau is filled."""
     from geoparam_lab import plots
 
-    wide = min(len(panels), 4)
-    deep = -(-len(panels) // wide)
-    lines = max(len(panel) for panel in panels.values())  # of the legend
-    size = 2.0 + 3.6 * wide, max(3.6 * deep, 0.6 + 0.3 * lines)
-    figure, axes = plots.new_figure(deep, wide, size=size)
-    for ax in axes.flat[len(panels) :]:
-        ax.axis("off")
-    for ax, (title, panel) in zip(axes.flat, panels.items(), strict=False):
+    lines = max(map(len, panels.values()))  # of the legend
+    size = (3.6, max(3.6, 0.6 + 0.3 * lines))
+    figure, columns, corner = plots.new_columns(len(panels), 1, size, most=4)
+    for ax, (title, panel) in zip(columns[:, 0], panels.items(), strict=True):
         styles = plots.curve_styles([methods.title(name) for name in panel])
-        for style, one in zip(styles, panel.values(), strict=True):
-            inside = np.isin(one.rates, one.plateau)
-            ax.plot(one.rates, one.medians, **style.line, label=style.title)
-            ax.plot(one.rates[inside], one.medians[inside], "o", color=style.colour, ms=5)
+        for style, tolerance in zip(styles, panel.values(), strict=True):
+            rates, medians = tolerance.rates, tolerance.medians
+            filled = np.isin(rates, tolerance.plateau)
+            ax.plot(rates, medians, **style.line, label=style.title)
+            ax.plot(rates[filled], medians[filled], "o", color=style.colour, ms=5)
         ax.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=label)
-        best = min(one.medians.min() for one in panel.values())
+        best = min(tolerance.medians.min() for tolerance in panel.values())
         ax.set_ylim(0.8 * best, min(ax.get_ylim()[1], HIGHEST * best))
         ax.set_title(title, loc="left")
-    plots.legend_beside(axes[0, wide - 1])
+    plots.legend_beside(corner)
     return figure

@@ -27,26 +27,6 @@ REACH = 4.0  # of the inputs in view in figure 3a-h
 CLASSES = ((CYCLE[0], "o", "#d6e8f3"), (CYCLE[1], "^", "#fbeccb"))  # colour, marker, fill
 
 
-def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figure, Array, Axes]:
-    """Return a figure, a column of `deep` axes for each of `count` methods, and the upper right.
-
-    Five columns are beside each other at most, the others below; `size` is that of a panel.
-
-    Example:
-        >>> figure, columns, corner = new_columns(7, 2, (4.0, 3.0))
-        >>> columns.shape, len(figure.axes), corner is columns[4, 0]
-        ((7, 2), 20, True)
-    """
-    wide = min(count, 5)
-    bands = -(-count // wide)
-    inches = (1.0 + size[0] * wide, size[1] * deep * bands)
-    figure, axes = plots.new_figure(bands * deep, wide, size=inches)
-    columns = axes.reshape(bands, deep, wide).swapaxes(1, 2).reshape(-1, deep)
-    for spare in columns[count:].flat:
-        spare.axis("off")
-    return figure, columns[:count], axes[0, -1]
-
-
 def _find_in_view(locations: Array, low: Any, high: Any) -> Array:
     """Return which locations, (units,) or (units, 2), are between two corners."""
     inside = (locations >= low) & (locations <= high)
@@ -70,7 +50,7 @@ def draw_moves(run: Run) -> Figure:
 def draw_fits(run: Run, data: Regression) -> Figure:
     """Draw figure 2d-g: the fits, and below each where its units switch."""
     shown = load_medians(run, "test_rmse")
-    figure, columns, _ = new_columns(len(shown), 2, size=(4.1, 3.6))
+    figure, columns, _ = plots.new_columns(len(shown), 2, size=(4.1, 3.6))
     for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
         colour = plots.method_style(methods.without_options(name)).colour
         draw_fit(above, data, curves, colour)
@@ -104,14 +84,14 @@ def draw_fit(ax: Axes, data: Regression, curves: Arrays, colour: str) -> None:
 def draw_locations(ax: Axes, curves: Arrays, limits: tuple[float, float], colour: str) -> None:
     """Draw bars of ticks, one tick a unit: where the units are, from the first step upwards."""
     locations, steps = curves["locations"], curves["steps"]
-    chosen = np.unique(np.linspace(0, len(steps) - 1, BARS).round().astype(int))
-    for row, step in enumerate(chosen):
-        inside = locations[step][_find_in_view(locations[step], *limits)]
+    frames = np.unique(np.linspace(0, len(steps) - 1, BARS).round().astype(int))
+    for row, frame in enumerate(frames):
+        inside = locations[frame][_find_in_view(locations[frame], *limits)]
         ax.vlines(inside, row - 0.38, row + 0.38, color=colour, linewidth=1.0, alpha=0.7)
 
-    ax.set_yticks(range(len(chosen)), [f"{steps[step]:,.0f}" for step in chosen], size=8)
+    ax.set_yticks(range(len(frames)), [f"{steps[frame]:,.0f}" for frame in frames], size=8)
     ax.grid(visible=False)
-    ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
+    ax.set(xlim=limits, ylim=(-0.6, len(frames) - 0.4), xlabel="location φ", ylabel="step")
     ax.locator_params(axis="x", nbins=5)
 
 
@@ -123,7 +103,7 @@ def find_locations(curves: Arrays) -> Array:
 def draw_paths(run: Run, data: Banana) -> Figure:
     """Draw figure 3a-h: where the units' locations go, a row for each rate."""
     names, rates = run.config["methods"], run.config["lrs"]
-    figure, columns, corner = new_columns(len(names), len(rates), size=(3.3, 3.5))
+    figure, columns, corner = plots.new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
         shown = load_medians(run, "test_accuracy", lr)
         for ax, (name, curves) in zip(row, shown.items(), strict=True):
@@ -158,7 +138,7 @@ def draw_rotations(run: Run) -> Figure:
 def draw_decisions(run: Run, data: Banana, grid: tuple[Array, Array]) -> Figure:
     """Draw figure 3j-m: what the networks decide on a grid, and their units' locations."""
     shown = load_medians(run, "test_accuracy")
-    figure, columns, corner = new_columns(len(shown), 1, size=(3.6, 3.8))
+    figure, columns, corner = plots.new_columns(len(shown), 1, size=(3.6, 3.8))
     for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
         draw_decision(ax, curves["logits"], grid, data)
         draw_stars(ax, find_locations(curves)[-1], grid)
@@ -172,13 +152,15 @@ def draw_decisions(run: Run, data: Banana, grid: tuple[Array, Array]) -> Figure:
 
 def draw_decision(ax: Axes, logits: Array, grid: tuple[Array, Array], data: Banana) -> None:
     """Fill what a network decides on a grid of inputs, and draw the test points."""
-    known = np.isfinite(logits)
+    is_finite = np.isfinite(logits)
     fills = ListedColormap([fill for *_, fill in CLASSES])
-    sides = np.where(known, logits > 0, np.nan)
+    sides = np.where(is_finite, logits > 0, np.nan)
     ax.pcolormesh(*grid, sides, cmap=fills, vmin=0, vmax=1, shading="nearest")
-    if (logits[known] < 0).any() and (logits[known] > 0).any():  # contour warns without a line
-        logits = np.where(known, logits, np.nan)
-        ax.contour(*grid, logits, levels=[0], colors=INK, linewidths=2.6)
+    finite = logits[is_finite]
+    if (finite < 0).any() and (finite > 0).any():  # contour warns without a line
+        ax.contour(
+            *grid, np.where(is_finite, logits, np.nan), levels=[0], colors=INK, linewidths=2.6
+        )
         ax.plot([], [], color=INK, linewidth=2.6, label="decision")
     for label, (colour, marker, _) in enumerate(CLASSES):
         part = data.x_test[data.y_test == label].T

@@ -47,8 +47,8 @@ LARGEST = (
 )
 
 
-class Member(NamedTuple):
-    """One network of a stack: the fields that tell its record apart."""
+class Network(NamedTuple):
+    """Which network of a run: the fields that tell its record apart."""
 
     method: str
     lr: float
@@ -143,14 +143,14 @@ def run(
     """
     import geoparam_lab.plots  # noqa: F401  fails now, not after training, without it
 
-    chosen, rates = methods_table.check_methods(methods), check_rates(lrs)
+    names = methods_table.check_methods(methods)
     check_counts(seeds=seeds, epochs=epochs, patience=patience, jobs=jobs)
-    if any(methods_table.get(name).order for name in chosen):
+    if any(methods_table.get(name).order for name in names):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
     config: Record = {
-        "methods": chosen,
+        "methods": names,
         "seeds": seeds,
-        "lrs": rates,
+        "lrs": check_rates(lrs),
         "epochs": epochs,
         "patience": patience,
     }
@@ -162,7 +162,7 @@ def run(
     if folds:
         check_folds(folds, problem.data[0].shape[-2])
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
-    options: Record = {"key": Member._fields, "resume": resume, "may_change": may_change}
+    options: Record = {"key": Network._fields, "resume": resume, "may_change": may_change}
     with Run.create(out, toy.name, config | source, command, **options) as folder:
         stacks = list_stacks(folder.config)
         count = sum(len(stack.keys) for stack in stacks)
@@ -178,19 +178,20 @@ def run(
 
 
 def train(
-    problem: Problem, members: Sequence[Member], progress: Tick | None = None
+    problem: Problem, networks: Sequence[Network], progress: Tick | None = None
 ) -> tuple[Result, Film]:
-    """Train members of one method in one stack, and keep its state at some epochs."""
+    """Train networks of one method in one stack, and keep its state at some epochs."""
     shown = set(frame_epochs(problem.protocol.epochs).tolist())
-    result = _train(problem, members, track=True, snapshots=shown, progress=progress)
+    result = _train(problem, networks, track=True, snapshots=shown, progress=progress)
     frames = result.snapshots | {len(result.losses): result.states}
-    states, data = torch.stack([*frames.values()]), problem.select([m.seed for m in members])
+    states = torch.stack([*frames.values()])
+    data = problem.select([network.seed for network in networks])
     return result, Film(np.array([*frames]), states, result.model(0), data)
 
 
-def _train(problem: Problem, members: Sequence[Member], **options: Any) -> Result:
-    models = [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
-    names, rates, seeds = zip(*members, strict=True)
+def _train(problem: Problem, networks: Sequence[Network], **options: Any) -> Result:
+    models = [methods_table.mlp(n.method, problem.widths, seed=n.seed) for n in networks]
+    names, rates, seeds = zip(*networks, strict=True)
     method = methods_table.get(names[0])
     protocol = replace(problem.protocol, decay=method.decay, angle_lr=method.angle_lr)
     data, judge = problem.select(seeds), problem.evaluation
@@ -203,52 +204,51 @@ def list_stacks(config: Config) -> list[Task]:
     blocks = [seeds[first : first + BLOCK] for first in seeds[::BLOCK]]
     stacks = []
     for method, block in itertools.product(config["methods"], blocks):
-        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
-        stacks.append(Task(methods_table.title(method), members))
+        networks = tuple(Network(method, lr, seed) for lr in config["lrs"] for seed in block)
+        stacks.append(Task(methods_table.title(method), networks))
     return stacks
 
 
 def _train_stack(
     toy: Toy, data: Any, problem: Problem, folds: int, stack: Task, tick: Tick
 ) -> Done:
-    """Train one stack; return arrays and record of each member."""
-    members = stack.keys
-    result, film = train(problem, members, tick)
-    chosen: Sequence[Record] = [{}] * len(members)
+    """Train one stack; return arrays and record of each network."""
+    networks = stack.keys
+    result, film = train(problem, networks, tick)
+    choices: Sequence[Record] = [{}] * len(networks)
     if folds:
-        chosen = choose_rates(folds, toy.find_errors, problem, members)
+        choices = choose_rates(folds, toy.find_errors, problem, networks)
+
     records, curves = [], {}
     for i, (arrays, measures) in enumerate(toy.describe(data, result, film)):
-        records.append(_make_record(members[i], result, i) | chosen[i] | measures)
+        records.append(_make_record(networks[i], result, i) | choices[i] | measures)
         with np.errstate(over="ignore"):  # what diverged; single precision is enough to draw it
             single = {k: v.astype("f4") for k, v in arrays.items() if v.dtype == np.float64}
-        curves[members[i].name] = arrays | single
+        curves[networks[i].name] = arrays | single
     return Done(records, curves)
 
 
 def choose_rates(
-    folds: int, find_errors: FindErrors, problem: Problem, members: Sequence[Member]
+    folds: int, find_errors: FindErrors, problem: Problem, networks: Sequence[Network]
 ) -> list[Record]:
-    """Cross-validate all members; return each one's error and whether its rate was chosen.
+    """Cross-validate all networks; return each one's error and whether its rate was chosen.
 
     Each seed takes its rate with the lowest mean error over the folds; of equal ones the lowest.
     """
-    seeds = [member.seed for member in members]
-    total = np.zeros(len(members))
+    seeds = [network.seed for network in networks]
+    total = np.zeros(len(networks))
     for fold in range(folds):
         part, left_out = problem.divide(fold, folds)
         x, y = left_out.select(seeds)
-        errors = find_errors(_train(part, members).predict(x), y)
+        errors = find_errors(_train(part, networks).predict(x), y)
         total += np.where(np.isfinite(errors), errors, np.inf)
 
-    means = (total / folds).tolist()
-    best: dict[int, tuple[float, float]] = {}  # the lowest error of each seed, and its rate
-    for member, mean in zip(members, means, strict=True):
-        best[member.seed] = min(best.get(member.seed, (math.inf, math.inf)), (mean, member.lr))
-    return [
-        {"cv_error": mean, "chosen": best[member.seed] == (mean, member.lr)}
-        for member, mean in zip(members, means, strict=True)
-    ]
+    means = dict(zip(networks, (total / folds).tolist(), strict=True))
+    records = []
+    for network, mean in means.items():
+        of_seed = [(means[other], other.lr) for other in networks if other.seed == network.seed]
+        records.append({"cv_error": mean, "chosen": min(of_seed) == (mean, network.lr)})
+    return records
 
 
 def remark_on_rates(config: Config) -> Iterable[str]:
@@ -260,7 +260,7 @@ def remark_on_rates(config: Config) -> Iterable[str]:
         )
 
 
-def _make_record(member: Member, result: Result, i: int) -> Record:
+def _make_record(network: Network, result: Result, i: int) -> Record:
     """Return what the records of both experiments have in common.
 
     Quantiles are over the updates before the first cut of the rate, of the largest turn or move of
@@ -268,23 +268,26 @@ def _make_record(member: Member, result: Result, i: int) -> Record:
     """
     motion, running = result.motion, result.running_motion
     assert motion is not None and running is not None
-    lower = np.flatnonzero(result.rates[:, i] < result.rates[0, i])
-    first = int(lower[0]) if len(lower) else None  # the first epoch with a lower rate
-    epochs = int(result.epochs[i])
-    steps = (epochs if first is None else first) * (len(motion.rotation) // len(result.rates))
+    epochs, rates = int(result.epochs[i]), result.rates[:, i]
+    cuts = np.flatnonzero(rates < rates[0])  # the epochs with a lower rate
+    first_cut = int(cuts[0]) if len(cuts) else None
+    per_epoch = len(motion.rotation) // len(rates)
+    steps = per_epoch * (epochs if first_cut is None else first_cut)
+
     record = {
-        **member._asdict(),
-        "init": methods_table.get(member.method).init,
+        **network._asdict(),
+        "init": methods_table.get(network.method).init,
         "epochs": epochs,
         "best_epoch": int(result.best_epoch[i]),
-        "first_cut": first,
+        "first_cut": first_cut,
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
         "largest_move": float(np.nanmax(running.displacement[:, i])),
         "largest_rotation": float(np.nanmax(running.rotation[:, i])),
     }
     for name, values in (("turn", motion.rotation), ("move", motion.displacement)):
-        quantiles = np.nanquantile(values[:steps, i], [q / 100 for q in WORDS]).tolist()
-        record |= {f"{name}_{q}": value for q, value in zip(WORDS, quantiles, strict=True)}
+        for percent in WORDS:
+            quantile = np.nanquantile(values[:steps, i], percent / 100)
+            record[f"{name}_{percent}"] = float(quantile)
     return record
 
 
@@ -363,8 +366,8 @@ def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, A
     for method in run.config["methods"]:
         rate = lr or find_papers_lr(method, run.config["lrs"])
         records = select_records(run.records(), method=method, lr=rate)
-        member = Member(method, rate, find_median_seed(records, measure))
-        medians[method] = run.curves(member.name)
+        network = Network(method, rate, find_median_seed(records, measure))
+        medians[method] = run.curves(network.name)
     return medians
 
 
@@ -372,10 +375,9 @@ def load_motions(run: Run, name: str, lr: float) -> dict[str, Array]:
     """Return each method's largest motions in all updates, (seeds, updates), NaN after its end."""
     motions = {}
     for method in run.config["methods"]:
-        members = [Member(method, lr, seed) for seed in range(run.config["seeds"])]
-        curves = [run.curves(member.name)[name] for member in members]
-        longest = max(map(len, curves))
-        padded = np.full((len(curves), longest), np.nan)
+        networks = [Network(method, lr, seed) for seed in range(run.config["seeds"])]
+        curves = [run.curves(network.name)[name] for network in networks]
+        padded = np.full((len(curves), max(map(len, curves))), np.nan)
         for row, curve in zip(padded, curves, strict=True):
             row[: len(curve)] = curve
         motions[method] = padded
@@ -389,19 +391,18 @@ def film_seeds(run: Run, frames: Mapping[str, str], motion: str, per_epoch: int 
     time axis; `motion`, the largest of any update since the frame before; the `steps` of its
     frames, the rate, the methods' titles and the seeds.
     """
-    config = run.config
-    names, lr = config["methods"], find_common_lr(config["lrs"])
+    names, lr = run.config["methods"], find_common_lr(run.config["lrs"])
     seeds = choose_seeds(load_motions(run, motion, lr)[names[0]])
-    films = [run.curves(Member(name, lr, seed).name) for seed in seeds for name in names]
-
-    aligned = snapshots.align(films, [*frames.values()])
-    steps = aligned["steps"]
-    shown = {name: aligned[kept] for name, kept in frames.items()}
+    films = [run.curves(Network(name, lr, seed).name) for seed in seeds for name in names]
+    arrays = snapshots.align(films, [*frames.values()])
+    steps = arrays.pop("steps")
+    shown = {name: arrays[kept] for name, kept in frames.items()}
     shown[motion] = np.array(
         [snapshots.find_largest_since(film[motion], steps, per_epoch) for film in films]
     )
-    shape = (len(seeds), len(names))
-    return {name: array.reshape(*shape, *array.shape[1:]) for name, array in shown.items()} | {
+    for name, array in shown.items():
+        shown[name] = array.reshape(len(seeds), len(names), *array.shape[1:])
+    return shown | {
         "steps": steps,
         "rate": np.array(lr),
         "methods": np.array([methods_table.title(name) for name in names]),
@@ -416,7 +417,6 @@ def choose_seeds(motions: Array) -> list[int]:
         >>> choose_seeds(np.array([*[[1.0]] * 18, [9.0], [2.0]]))
         [0, 1, 2, 3, 18]
     """
-    known = np.where(np.isfinite(motions), motions, 0.0)
-    farthest = int(known.max(axis=1).argmax())
+    farthest = int(np.nan_to_num(motions, posinf=0.0).max(axis=1).argmax())
     first = [seed for seed in range(len(motions)) if seed != farthest]
     return sorted([farthest, *first[: SHOWN - 1]])

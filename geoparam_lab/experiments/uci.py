@@ -56,15 +56,19 @@ NAMES = data_sets.NAMES
 COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
-WIDE_RATES = (*RATES, 1.0, 3.0)  # under "cv": SP and WN often chose the edge of the papers' grid
+GRIDS: dict[str, Sequence[float] | None] = {
+    "paper": None,  # each method's own rate
+    "heldout": RATES,
+    "cv": (*RATES, 1.0, 3.0),  # SP and WN often chose the edge of the papers' grid
+}
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 FULL = "full"  # the batch size that is all rows
 AT_ONCE = 10  # networks in a stack
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 
-class Member(NamedTuple):
-    """One network of a stack: the fields that tell its record apart."""
+class Training(NamedTuple):
+    """The training of one network: the fields that tell its record apart."""
 
     dataset: str
     method: str
@@ -74,38 +78,38 @@ class Member(NamedTuple):
     fold: int = 0  # under "cv": 1..k in the search, 0 for the final training
 
 
-KEY, FOLD_KEY = Member._fields[:-1], Member._fields
+KEY, FOLD_KEY = Training._fields[:-1], Training._fields  # of records without and with folds
 
 
 def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
     """Return the tasks of a data set at given rates: all under "paper", else the search."""
     is_final = config["protocol"] == "paper"
-    folds: list[tuple[int, ...]] = [()]
-    if config.get("folds"):
-        folds = [(fold,) for fold in range(1, config["folds"] + 1)]
-
+    folds = range(1, config["folds"] + 1) if "folds" in config else [0]
+    splits = range(config["seeds"])
     tasks = []
     for method, fold in itertools.product(config["methods"], folds):
         for lr in config["lrs"] or [all_methods.get(method).lr]:
-            keys = [(dataset, method, s, lr, is_final, *fold) for s in range(config["seeds"])]
-            tasks += _stack(keys)
+            trainings = [Training(dataset, method, s, lr, is_final, fold) for s in splits]
+            tasks += _stack(config, trainings)
     return tasks
 
 
 def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen = choose_rates(record for record in records if record["dataset"] == dataset)
-    end = (True, 0) if config.get("folds") else (True,)
+    rates = choose_rates(select_records(records, dataset=dataset))
+    splits = range(config["seeds"])
     tasks = []
     for method in config["methods"]:
-        splits = [(dataset, method, split) for split in range(config["seeds"])]
-        tasks += _stack([(*split, chosen[split], *end) for split in splits])
+        trainings = [Training(dataset, method, s, rates[dataset, method, s], True) for s in splits]
+        tasks += _stack(config, trainings)
     return tasks
 
 
-def _stack(keys: Sequence[tuple[Any, ...]]) -> list[Task]:
-    """Return the networks of one data set and method as tasks."""
-    title = f"{keys[0][0]}, {all_methods.title(keys[0][1])}"
+def _stack(config: Record, trainings: Sequence[Training]) -> list[Task]:
+    """Return the trainings of one data set and method as tasks."""
+    fields = len(FOLD_KEY if "folds" in config else KEY)
+    keys = [tuple(training[:fields]) for training in trainings]
+    title = f"{trainings[0].dataset}, {all_methods.title(trainings[0].method)}"
     firsts = range(0, len(keys), AT_ONCE)
     return [Task(title, tuple(keys[first : first + AT_ONCE])) for first in firsts]
 
@@ -129,8 +133,7 @@ def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[floa
         error = math.inf
         if math.isfinite(record["val_rmse"]):
             error = record["val_rmse"] ** 2
-        key = (record["dataset"], record["method"], record["split"])
-        by_rate = errors.setdefault(key, {})
+        by_rate = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
         by_rate[record["lr"]] = by_rate.get(record["lr"], 0.0) + error
     return errors
 
@@ -139,8 +142,8 @@ def train(
     tables: Mapping[str, Table], config: Record, task: Task, tick: Tick | None = None
 ) -> Done:
     """Train a task's networks on its table: inputs (points, features) and targets (points,)."""
-    members = [Member(*key) for key in task.keys]
-    first, seeds = members[0], [member.split for member in members]
+    trainings = [Training(*key) for key in task.keys]
+    first, seeds = trainings[0], [training.split for training in trainings]
     method = all_methods.get(first.method)
     protocol = "paper" if config["protocol"] == "paper" else "heldout"
     fold = (first.fold - 1, config["folds"]) if first.fold else None
@@ -162,7 +165,7 @@ def train(
     result = stacked.train(
         [all_methods.mlp(first.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
-        [member.lr for member in members],
+        [training.lr for training in trainings],
         schedule,
         (data.x_val, data.y_val),
         seeds=seeds,
@@ -170,18 +173,17 @@ def train(
     )
 
     errors = _find_errors(first.chosen, result, data, protocol)
-    records = [
-        {
-            **dict(zip(FOLD_KEY, task.keys[i], strict=False)),
+    records = []
+    for i, key in enumerate(task.keys):
+        record: Record = dict(zip(FOLD_KEY, key, strict=False))
+        record |= {
             "protocol": config["protocol"],
             "init": method.init,
             "epochs": int(result.epochs[i]),
             "best_epoch": int(result.best_epoch[i]),
             "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
-            **{name: float(values[i]) for name, values in errors.items()},
         }
-        for i in range(len(seeds))
-    ]
+        records.append(record | {name: float(values[i]) for name, values in errors.items()})
     return Done(records)
 
 
@@ -234,31 +236,39 @@ def run(
     """
     check_names("each of datasets", (*NAMES, *COPIES), *datasets)
     check_names("protocol", PROTOCOLS, protocol)
-    chosen = all_methods.check_methods(methods)
-    for name in chosen:
+    names = all_methods.check_methods(methods)
+    for name in names:
         all_methods.get(name)  # raises where an option is wrong
     check_counts(seeds=seeds, epochs=epochs, jobs=jobs)
     if folds is not None and protocol != "cv":
         raise ValueError(f"folds are of protocol 'cv'; got {protocol!r}.")
-    grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
-    config: Record = {"folds": 5 if folds is None else folds} if protocol == "cv" else {}
+
+    config: Record = {}
+    if protocol == "cv":
+        config["folds"] = 5 if folds is None else folds
+    if lrs is None:
+        lrs = GRIDS[protocol]
     config |= {
-        "methods": chosen,
+        "methods": names,
         "protocol": protocol,
         "seeds": seeds,
-        "lrs": None if grid is None else check_rates(grid),
+        "lrs": None if lrs is None else check_rates(lrs),
         "epochs": epochs,
         "batch_size": _read_batch_size(batch_size),
         "datasets": list(dict.fromkeys(datasets)),
     }
     loaded = {name: load(name, data) for name in config["datasets"]}
     if protocol == "cv":
-        check_folds(
-            config["folds"], min(len(parts.split(len(x), 0)[0]) for x, _ in loaded.values())
-        )
-    known: Any = {"key": FOLD_KEY if protocol == "cv" else KEY, "may_change": _MAY_CHANGE}
-    known |= {"defaults": {"batch_size": BATCH_SIZE}}
-    with Run.create(out, "uci", config, command, resume=resume, **known) as folder:
+        fewest = min(len(parts.split(len(x), 0)[0]) for x, _ in loaded.values())
+        check_folds(config["folds"], fewest)
+
+    options: Any = {
+        "key": FOLD_KEY if protocol == "cv" else KEY,
+        "resume": resume,
+        "may_change": _MAY_CHANGE,
+        "defaults": {"batch_size": BATCH_SIZE},
+    }
+    with Run.create(out, "uci", config, command, **options) as folder:
         _train_all(folder, loaded, config, jobs=jobs, progress=progress)
     return folder
 
@@ -275,13 +285,15 @@ def _read_batch_size(given: str | int) -> str | int:
 def _train_all(folder: Run, loaded: Mapping[str, Table], config: Record, **options: Any) -> None:
     """Train at the rates of the grid; where these are a search, then at the chosen ones."""
     sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
-    tasks = [task for name in sets for task in list_grid_tasks(config, name)]
-    chooses = config["protocol"] != "paper"
-    count = sum(len(task.keys) for task in tasks)
-    count += len(sets) * len(config["methods"]) * config["seeds"] if chooses else 0
+    grid = [task for name in sets for task in list_grid_tasks(config, name)]
+    count = sum(len(task.keys) for task in grid)
+    is_search = config["protocol"] != "paper"
+    if is_search:
+        count += len(sets) * len(config["methods"]) * config["seeds"]
+
     session = Session(folder, functools.partial(train, loaded, config), count, **options)
-    session.spread(tasks)
-    if chooses:
+    session.spread(grid)
+    if is_search:
         records = folder.records()
         session.spread([t for name in sets for t in list_chosen_tasks(config, name, records)])
         _draw_rates(folder)
@@ -309,20 +321,19 @@ def _draw_rates(run: Run) -> None:
 def _finding(run: Run) -> str:
     """Count the data sets on which each of several methods has the lowest mean test error."""
     sets = group_records(select_records(run.records(), chosen=True), "dataset")
-    best: Counter[str] = Counter()
+    wins: Counter[str] = Counter()
     for results in sets.values():
-        by_method = group_records(results, "method")
         means = {}
-        for (method,), records in by_method.items():
+        for (method,), records in group_records(results, "method").items():
             mean = float(np.mean([record["test_rmse"] for record in records]))
-            if math.isfinite(mean):
-                means[method] = mean
-        if len(by_method) > 1 and means:
-            best[min(means, key=means.__getitem__)] += 1
+            means[method] = mean if math.isfinite(mean) else math.inf
+        best = min(means, key=means.__getitem__)
+        if len(means) > 1 and means[best] < math.inf:
+            wins[best] += 1
 
-    if not best:
+    if not wins:
         return ""
-    winners = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
+    winners = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in wins.most_common())
     return (
         f"UCI, {run.config['protocol']} protocol: lowest mean test RMSE on {len(sets)} data sets: "
         f"{winners}."

@@ -4,7 +4,8 @@ Values that are not finite leave gaps. `legend` says whether to explain the mark
 """
 
 from geoparam.plots import INK, MUTED, new_figure
-from geoparam_lab.plots.method_styles import CYCLE, curve_styles, legend_beside, method_style
+from geoparam_lab.plots.method_styles import CYCLE, curve_styles, method_style
+from geoparam_lab.plots.panels import legend_beside, new_columns, tick_values
 from geoparam_lab.plots.single_units import plane, unit_1d, unit_2d
 from geoparam_lab.plots.stability_curves import displacement_curves, rotation_curves
 
@@ -16,9 +17,11 @@ __all__ = [
     "displacement_curves",
     "legend_beside",
     "method_style",
+    "new_columns",
     "new_figure",
     "plane",
     "rotation_curves",
+    "tick_values",
     "unit_1d",
     "unit_2d",
 ]

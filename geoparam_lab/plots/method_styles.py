@@ -1,20 +1,18 @@
 """A colour and a dash for each method, the same in every figure.
 
 Colours are Okabe and Ito's, told apart with any kind of colour vision, without their yellow (too
-pale for a line on white), three dark ones of Paul Tol's and a brown. Eighteen methods are more
-than such a palette holds. So the colour tells the parameterization, and the dash what is added to
-it: means are dashed, BN dotted, LN dash-dotted, also by itself (to eyes without red and green its
-purple and BN's green are nearly one grey). The two pairs that share a figure in the papers, WN and
-WN+MBN, GmP and GmP+IMN, differ in lightness as well.
+pale for a line on white), three dark ones of Paul Tol's and a brown. Methods are more than such a
+palette holds. So the colour tells the parameterization, and the dash what is added to it. The two
+pairs that share a figure in the papers, WN and WN+MBN, GmP and GmP+IMN, differ in lightness as
+well.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
-
 from geoparam.plots import INK
+from geoparam_lab import methods
 
 BLUE, SKY, GREEN, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#cc79a7"
 VERMILLION, ORANGE = "#d55e00", "#e69f00"
@@ -24,6 +22,27 @@ CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, INDIGO, OLIVE, WINE, INK)
 Dash = str | tuple[float, tuple[float, ...]]
 SOLID, DASHED = "solid", (0, (5, 1.6))
 DOTTED, DASH_DOTTED = (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5))
+
+COLOURS = {
+    "sp": VERMILLION,
+    "wn": ORANGE,
+    "wn+mbn": BROWN,
+    "bn": GREEN,
+    "ln": PURPLE,
+    "gmp": BLUE,
+    "gmp+imn": INDIGO,
+    "gmp+mbn": INDIGO,
+    "natural": SKY,
+    "intrinsic": INK,
+}
+DASHES: dict[str, Dash] = {
+    "": SOLID,
+    "imn": DASHED,
+    "mbn": DASH_DOTTED,
+    "bn": DOTTED,
+    "ln": DASH_DOTTED,
+    "decay": DOTTED,
+}
 
 
 class MethodStyle(NamedTuple):
@@ -39,29 +58,6 @@ class MethodStyle(NamedTuple):
         return {"color": self.colour, "linestyle": self.dash}
 
 
-_METHODS = (
-    MethodStyle("SP", VERMILLION, SOLID),
-    MethodStyle("SP+IMN", VERMILLION, DASHED),
-    MethodStyle("WN", ORANGE, SOLID),
-    MethodStyle("WN+IMN", ORANGE, DASHED),
-    MethodStyle("WN+MBN", BROWN, DASHED),
-    MethodStyle("BN", GREEN, SOLID),
-    MethodStyle("BN+decay", GREEN, DOTTED),
-    MethodStyle("LN", PURPLE, DASH_DOTTED),
-    MethodStyle("GmP", BLUE, SOLID),
-    MethodStyle("GmP+IMN", INDIGO, DASHED),
-    MethodStyle("GmP+MBN", INDIGO, DASH_DOTTED),
-    MethodStyle("GmP+BN", BLUE, DOTTED),
-    MethodStyle("GmP+LN", BLUE, DASH_DOTTED),
-    MethodStyle("Natural", SKY, SOLID),
-    MethodStyle("Natural+IMN", SKY, DASHED),
-    MethodStyle("Intrinsic", INK, SOLID),
-    MethodStyle("Intrinsic+IMN", INK, DASHED),
-    MethodStyle("Intrinsic+MBN", INK, DOTTED),
-)
-METHODS = {style.title.lower(): style for style in _METHODS}
-
-
 def method_style(name: str) -> MethodStyle:
     """Return the fixed style of a method, by its key or its title.
 
@@ -69,13 +65,16 @@ def method_style(name: str) -> MethodStyle:
         >>> method_style("gmp+imn").title, method_style("GmP + IMN").title
         ('GmP+IMN', 'GmP+IMN')
     """
-    style = METHODS.get(_key(name))
-    if style is None:
+    key = _find_key(name)
+    if not is_method(key):
         raise ValueError(
-            f"a method must be one of {', '.join(METHODS)}; got {name!r}. "
+            f"a method must be one of {', '.join(methods.TITLES)}; got {name!r}. "
             "For other curves choose a colour yourself"
         )
-    return style
+    layer, _, addition = key.partition("+")
+    colour = COLOURS.get(key, COLOURS[layer])
+    # To eyes without red and green LN's purple and BN's green are nearly one grey.
+    return MethodStyle(methods.TITLES[key], colour, DASHES["ln" if key == "ln" else addition])
 
 
 def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
@@ -89,34 +88,32 @@ def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
         >>> [style.colour == GREEN for style in curve_styles(["BN, crop 4", "BN, turn 2.4"])]
         [True, False]
     """
-    styles = {name: METHODS.get(_key(name)) for name in names}
-    used = [(style.colour, style.dash) for style in styles.values() if style is not None]
-    for name, style in styles.items():
-        if style is None:
-            colour, dash = _choose_free(name, used)
-            used.append((colour, dash))
+    names = list(names)
+    styles = {name: method_style(name) for name in names if is_method(name)}
+    drawn = [(style.colour, style.dash) for style in styles.values()]
+    for name in names:
+        if name not in styles:
+            colour, dash = min(_list_choices(name), key=drawn.count)  # the first of the least used
             styles[name] = MethodStyle(name, colour, dash)
-    return [style for style in styles.values() if style is not None]
+            drawn.append((colour, dash))
+    return [styles[name] for name in names]
 
 
-def _choose_free(name: str, used: Sequence[tuple[str, Dash]]) -> tuple[str, Dash]:
-    """Return the first of the least used styles for a curve that is no method."""
-    base = METHODS.get(_key(re.split(r"[,(]", name)[0]))
-    choices: list[tuple[str, Dash]]
-    if base is None:
-        dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: BN's green is grey to some
-        choices = [(grey, dash) for grey in ("#666666", "#aaaaaa") for dash in dashes]
-    else:
-        choices = [(base.colour, base.dash)]
-        choices += [(colour, dash) for dash in (SOLID, DASHED) for colour in CYCLE]
-    return min(choices, key=used.count)
+def _list_choices(name: str) -> list[tuple[str, Dash]]:
+    """Return colours and dashes for a curve that is no method, the best first."""
+    method = re.split(r"[,(]", name)[0]
+    if is_method(method):
+        style = method_style(method)
+        others = [(colour, dash) for dash in (SOLID, DASHED) for colour in CYCLE]
+        return [(style.colour, style.dash), *others]
+    dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: BN's green is grey to some
+    return [(grey, dash) for grey in ("#666666", "#aaaaaa") for dash in dashes]
 
 
-def _key(name: str) -> str:
+def is_method(name: str) -> bool:
+    """Return whether this is the key or the title of a method."""
+    return _find_key(name) in methods.TITLES
+
+
+def _find_key(name: str) -> str:
     return name.replace(" ", "").lower()
-
-
-def legend_beside(ax: Axes, title: str | None = None) -> None:
-    """Put a legend to the right of the axis, where it covers no data."""
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    ax.legend(title=title, **place, borderaxespad=0.0, handlelength=2.6, frameon=False)

@@ -4,7 +4,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from geoparam.plots import INK
-from geoparam_lab.plots.method_styles import BROWN, legend_beside
+from geoparam_lab.plots.method_styles import BROWN
+from geoparam_lab.plots.panels import legend_beside
 
 SIDES = (("active", "#d3e6f2"), ("inactive", "#f8efe6"))
 

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # noqa: F401  for the example
 
 from geoparam.plots import MUTED
-from geoparam_lab.plots.method_styles import curve_styles, legend_beside
+from geoparam_lab.plots.method_styles import curve_styles
+from geoparam_lab.plots.panels import legend_beside
 
 
 def displacement_curves(
@@ -62,7 +63,7 @@ def _medians(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     centres, medians = [], []
     for stretch in np.array_split(steps, min(100, len(steps))):
         part = values[:, stretch]
-        known = part[np.isfinite(part)]
+        finite = part[np.isfinite(part)]
         centres.append(stretch.mean())
-        medians.append(np.median(known) if len(known) else np.nan)
+        medians.append(np.median(finite) if len(finite) else np.nan)
     return np.array(centres), np.array(medians)

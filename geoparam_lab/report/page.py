@@ -145,8 +145,8 @@ def find_largest(motions: Array) -> tuple[int, int]:
         >>> find_largest(np.array([[[0.1, 0.2]], [[0.1, 9.0]], [[0.3, np.nan]]]))
         (1, 1)
     """
-    known = np.nan_to_num(motions[:, 0], nan=0.0, posinf=0.0)
-    seed, frame = np.unravel_index(known.argmax(), known.shape)
+    finite = np.nan_to_num(motions[:, 0], nan=0.0, posinf=0.0)
+    seed, frame = np.unravel_index(finite.argmax(), finite.shape)
     return int(seed), int(frame)
 
 
@@ -233,7 +233,7 @@ def describe_run(run: Run) -> dict[str, str]:
 
 def _write(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_write(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_write(entry)}" for name, entry in value.items())
     if isinstance(value, list):
         return ", ".join(map(_write, value)) or "none"
     if isinstance(value, bool):

@@ -37,8 +37,9 @@ def number(value: Any) -> float:
     """Return a number as a float, NaN for non-numbers; text raises TypeError."""
     if isinstance(value, str):
         raise TypeError(f"a record has {value!r} where a number belongs")
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if known else math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value)
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:

@@ -8,7 +8,7 @@ each split, whatever its rate.
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,8 @@ class Row:
     @property
     def settings(self) -> Counter[tuple[float, str]]:
         """How many records have which rate and other tuned options."""
-        known = [record for record in self.records if record.get("lr") is not None]
-        return Counter((number(r["lr"]), str(r.get("tuned", ""))) for r in known)
+        with_rate = [record for record in self.records if record.get("lr") is not None]
+        return Counter((number(r["lr"]), str(r.get("tuned", ""))) for r in with_rate)
 
     @property
     def rates(self) -> set[float]:
@@ -73,27 +73,33 @@ class Row:
             for record in self.records
         )
 
+    def count_collapsed(self) -> int:
+        """How many runs collapsed."""
+        return sum(record.get("outcome") == "collapsed" for record in self.records)
+
 
 def arrange(records: Iterable[Record], keys: Iterable[str]) -> list[Row]:
     """Return the rows of a table: by keys, then methods in their usual order, then rates."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
         values = tuple(make_sortable(record.get(name)) for name in keys)
-        groups.setdefault((values, record["method"]), []).append(record)
+        groups[values, record["method"]].append(record)
 
-    rows = []
+    rows: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for (values, method), group in groups.items():
-        parts: dict[Any, list[Record]] = {}
         is_varied = len({sample(record) for record in group}) < len(group)
         for record in group:
             setting: tuple[Any, ...] = ()
             if is_varied:  # a seed or split has several settings: a row for each
                 setting = tuple(make_sortable(record.get(name)) for name in ("lr", "tuned"))
-            parts.setdefault(setting, []).append(record)
-        rows += [(values, method, setting, part) for setting, part in parts.items()]
+            rows[values, method, setting].append(record)
 
-    rows.sort(key=lambda row: (_rank(row[0]), methods.rank(row[1]), row[1], _rank(row[2])))
-    return [Row(method, values, part) for values, method, _, part in rows]
+    def rank(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        values, method, setting = row
+        return _rank(values), methods.rank(method), method, _rank(setting)
+
+    ranked = sorted(rows, key=rank)
+    return [Row(row[1], row[0], rows[row]) for row in ranked]
 
 
 def _rank(values: Iterable[Any]) -> list[tuple[bool, Any]]:

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from geoparam_lab import experiments, methods
 from geoparam_lab.checks import check_names
@@ -47,7 +47,12 @@ _DIFFERENCES = (
     "differences in the column."
 )
 
-Column = tuple[str, list[str]]  # a heading, and a cell for each row
+
+class Column(NamedTuple):
+    """A column of a table: its heading, and a cell for each row."""
+
+    heading: str
+    cells: list[str]
 
 
 def export(runs: Iterable[Run], baseline: str | None = None) -> str:
@@ -116,12 +121,12 @@ def from_records(
         ('GmP', '0.500 ± 0.058', '0.496', '-0.600 ± 0.000', '3', '0.400 to 0.600')
     """
     experiment = experiments.find(name)
-    known = [record for record in records if isinstance(record.get("method"), str)]
+    named = [record for record in records if isinstance(record.get("method"), str)]
     if baseline is not None:
-        check_names("baseline", {record["method"]: None for record in known}, baseline)
+        check_names("baseline", {record["method"]: None for record in named}, baseline)
         experiment = replace(experiment, baseline=baseline)
-    known = [record for record in known if record.get("chosen") is not False]  # a search's trials
-    shown = experiment.choose(known)
+    results = [record for record in named if record.get("chosen") is not False]  # no trials
+    shown = experiment.choose(results)
 
     tables = []
     for layout in experiment.layouts:
@@ -142,74 +147,92 @@ def _make_tables(
     config: Config,
 ) -> list[Table]:
     """Return a layout's table, or its results and its details where it has many columns."""
-    results = {measure.name for measure in measures}
-    known = [r for r in records if results & r.keys() or r.get("outcome") == "diverged"]
-    rows = arrange(known, layout.keys)
+    names = {measure.name for measure in measures}
+    shown = [r for r in records if names & r.keys() or r.get("outcome") == "diverged"]
+    rows = arrange(shown, layout.keys)
 
-    titles = [experiment.names.get(row.method) or methods.title(row.method) for row in rows]
-    names: list[Column] = [("method", titles)]
-    for i, title in enumerate(layout.keys.values()):
-        names.append((title, [name_value(experiment, row.keys[i]) for row in rows]))
-    rates: list[Column] = [("rate", [row.rate_text for row in rows])]
-    has_several_rates = len({(row.method, row.keys) for row in rows}) < len(rows)
-    if has_several_rates:
-        names += rates
-
-    main: list[Column] = []
-    details: list[Column] = []
+    labels = _make_labels(experiment, layout, rows)
+    results: list[Column] = []
     for measure in measures:
-        main += _make_columns(experiment, layout, measure, rows, config)
-        if layout.compare:
-            title = "range" if len(measures) == 1 else f"range, {measure.title}"
-            ours = [row.estimate(measure.name) for row in rows]
-            details.append((title, [estimates.format_range(e, measure.digits) for e in ours]))
-    main.append(("n", [_count(row, measures[0]) for row in rows]))
-    main.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
-    main.append(("collapsed", [f"{_count_collapsed(row) or EMPTY}" for row in rows]))
-    if not has_several_rates:
-        main += rates
-    for detail in (*_find_times(known), *layout.details):
-        details.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
+        results += _make_results(experiment, layout, measure, rows, config)
+    results += _make_counts(measures, rows)
+    rates = Column("rate", [row.rate_text for row in rows])
+    if len({(row.method, row.keys) for row in rows}) < len(rows):
+        labels.append(rates)  # rows of one method differ in their rates
+    else:
+        results.append(rates)
+    details = list(_make_details(layout, measures, rows))
 
-    names, main, details = (_drop_empty(columns) for columns in (names, main, details))
-    notes = tuple(_explain(experiment, measures[0], known, config, [title for title, _ in main]))
-    if len(details) <= FEW or len(names) + len(main) + len(details) <= MOST_COLUMNS:
-        return [_join(layout.title, [*names, *main, *details], (*notes, *layout.notes))]
+    labels, results, details = (_drop_empty(part) for part in (labels, results, details))
+    headings = [column.heading for column in results]
+    notes = tuple(_explain(experiment, measures[0], shown, config, headings))
+    if len(details) <= FEW or len(labels) + len(results) + len(details) <= MOST_COLUMNS:
+        return [_join(layout.title, [*labels, *results, *details], (*notes, *layout.notes))]
     title = f"{layout.title}: details" if layout.title else "Details"
     return [
-        _join(layout.title, [*names, *main], notes),
-        _join(title, [*names, *details], layout.notes),
+        _join(layout.title, [*labels, *results], notes),
+        _join(title, [*labels, *details], layout.notes),
     ]
 
 
 def _drop_empty(columns: Iterable[Column]) -> list[Column]:
-    return [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
+    return [column for column in columns if any(cell != EMPTY for cell in column.cells)]
 
 
 def _join(title: str, columns: Sequence[Column], notes: tuple[str, ...]) -> Table:
-    rows = zip(*(cells for _, cells in columns), strict=True)
-    return Table(title, tuple(heading for heading, _ in columns), tuple(rows), notes)
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return Table(title, tuple(column.heading for column in columns), tuple(rows), notes)
 
 
-def _make_columns(
+def _make_labels(experiment: Experiment, layout: Layout, rows: Sequence[Row]) -> list[Column]:
+    """Return the columns that tell rows apart: the method, and the layout's keys."""
+    titles = [experiment.names.get(row.method) or methods.title(row.method) for row in rows]
+    columns = [Column("method", titles)]
+    for i, heading in enumerate(layout.keys.values()):
+        columns.append(Column(heading, [name_value(experiment, row.keys[i]) for row in rows]))
+    return columns
+
+
+def _make_results(
     experiment: Experiment, layout: Layout, measure: Measure, rows: Sequence[Row], config: Config
 ) -> Iterator[Column]:
     """Yield the columns of a measure: ours, the papers', differences."""
-    ours = [row.estimate(measure.name) for row in rows]
-    yield measure.title, [estimates.format_estimate(each, measure.digits) for each in ours]
+    means = [row.estimate(measure.name) for row in rows]
+    cells = [estimates.format_estimate(mean, measure.digits) for mean in means]
+    yield Column(measure.title, cells)
     if not experiment.mismatch(config):
-        yield _make_papers_column(experiment, measure, rows, ours)
+        yield _make_papers_column(experiment, measure, rows, means)
     if layout.compare:
-        for title, pairs in find_pairs(experiment, measure.name, rows).items():
-            yield _make_difference_column(title, pairs, measure, rows)
+        for heading, pairs in find_pairs(experiment, measure.name, rows).items():
+            yield _make_difference_column(heading, pairs, measure, rows)
+
+
+def _make_counts(measures: Sequence[Measure], rows: Sequence[Row]) -> Iterator[Column]:
+    """Yield how many results there are, and how many runs diverged or collapsed."""
+    names = [measure.name for measure in measures]
+    yield Column("n", [_count(row, names[0]) for row in rows])
+    yield Column("diverged", [f"{row.count_diverged(names) or EMPTY}" for row in rows])
+    yield Column("collapsed", [f"{row.count_collapsed() or EMPTY}" for row in rows])
+
+
+def _make_details(
+    layout: Layout, measures: Sequence[Measure], rows: Sequence[Row]
+) -> Iterator[Column]:
+    """Yield ranges, times to an accuracy, and the layout's details."""
+    for measure in measures if layout.compare else ():
+        heading = "range" if len(measures) == 1 else f"range, {measure.title}"
+        means = [row.estimate(measure.name) for row in rows]
+        yield Column(heading, [estimates.format_range(mean, measure.digits) for mean in means])
+    for detail in (*_find_times(rows), *layout.details):
+        yield Column(detail.title, [_detail_cell(row.records, detail) for row in rows])
 
 
 def _make_papers_column(
-    experiment: Experiment, measure: Measure, rows: Sequence[Row], ours: Sequence[Estimate | None]
+    experiment: Experiment, measure: Measure, rows: Sequence[Row], means: Sequence[Estimate | None]
 ) -> Column:
     """Return what the papers print; in the heading, how many of how many means agree with it."""
     cells, verdicts = [], []
-    for row, mean in zip(rows, ours, strict=True):
+    for row, mean in zip(rows, means, strict=True):
         printed = experiment.find_printed(measure.name, row.method, *row.keys[:1])
         rate = experiment.rates.get(row.method)
         if printed is None or _has_other_fields(row, experiment.papers_fields):
@@ -224,10 +247,10 @@ def _make_papers_column(
                 mark = "≈ " if verdict else "≠ "
             cells.append(mark + printed.text)
 
-    title = "papers"
+    heading = "papers"
     if verdicts:
-        title += f" (≈ {sum(verdicts)} of {len(verdicts)})"
-    return title, cells
+        heading += f" (≈ {sum(verdicts)} of {len(verdicts)})"
+    return Column(heading, cells)
 
 
 def _has_other_fields(row: Row, fields: Mapping[str, Any]) -> bool:
@@ -242,7 +265,7 @@ def _has_other_fields(row: Row, fields: Mapping[str, Any]) -> bool:
 def find_pairs(
     experiment: Experiment, measure: str, rows: Sequence[Row]
 ) -> dict[str, dict[Row, Row]]:
-    """Return the baseline's row that each row is compared with, by the title of the column.
+    """Return the baseline's row that each row is compared with, by the heading of the column.
 
     The baseline is the experiment's, or else BN. Where it has one row, that is taken, whatever its
     rate. Where it has several, the one with the same rate is; and if both are at the papers'
@@ -264,12 +287,12 @@ def find_pairs(
             have_papers_rates = all(r.rates == {rates.get(r.method)} for r in (row, base))
             if len(bases) > 1 and have_papers_rates:
                 papers[row] = base
-    title = f"minus {methods.title(baseline)}"
-    return {title: same, f"{title}, papers' rates": papers}
+    heading = f"minus {methods.title(baseline)}"
+    return {heading: same, f"{heading}, papers' rates": papers}
 
 
 def _make_difference_column(
-    title: str, pairs: Mapping[Row, Row], measure: Measure, rows: Sequence[Row]
+    heading: str, pairs: Mapping[Row, Row], measure: Measure, rows: Sequence[Row]
 ) -> Column:
     """Return paired differences, with stars for tests; in the heading, how many were tested."""
     differences, p_values = {}, {}
@@ -291,8 +314,8 @@ def _make_difference_column(
             cell += " **" if holm[row] < LEVEL else " *"
         cells.append(cell)
     if holm:
-        title += f" (k = {len(holm)})"
-    return title, cells
+        heading += f" (k = {len(holm)})"
+    return Column(heading, cells)
 
 
 def name_value(experiment: Experiment, value: Any) -> str:
@@ -301,21 +324,17 @@ def name_value(experiment: Experiment, value: Any) -> str:
     return experiment.names.get(value) or number or EMPTY
 
 
-def _count(row: Row, measure: Measure) -> str:
+def _count(row: Row, measure: str) -> str:
     if all(sample(record) == "" for record in row.records):
         return EMPTY
-    mean = row.estimate(measure.name)
+    mean = row.estimate(measure)
     return f"{mean.n}" if mean else "0"
 
 
-def _count_collapsed(row: Row) -> int:
-    return sum(record.get("outcome") == "collapsed" for record in row.records)
-
-
-def _find_times(records: Iterable[Record]) -> list[Measure]:
+def _find_times(rows: Iterable[Row]) -> list[Measure]:
     """Return the measures of how long runs took to an accuracy, such as epochs_to_45."""
     measures = []
-    for name in sorted({name for record in records for name in record}):
+    for name in sorted({name for row in rows for record in row.records for name in record}):
         if match := re.fullmatch("(epochs|seconds)_to_(.+)", name):
             unit, accuracy = match.groups()
             measures.append(Measure(name, f"{unit} to {accuracy} % top-1", 1))
@@ -324,8 +343,10 @@ def _find_times(records: Iterable[Record]) -> list[Measure]:
 
 def _detail_cell(records: Sequence[Record], detail: Measure) -> str:
     """Return the mean of a field; without digits, the largest value."""
-    given = [record[detail.name] for record in records if record.get(detail.name) is not None]
-    values = [number(value) for value in given]
+    values = []
+    for record in records:
+        if record.get(detail.name) is not None:
+            values.append(number(record[detail.name]))
     if not values:
         return EMPTY
     if detail.digits is None:

@@ -1,14 +1,13 @@
 """What the scripts of this folder share: tasks, small networks in training, records.
 
-A script measures its claim anew, prints means over seeds, and compares every number with the
-stored records in NAME.jsonl beside it:
+A script measures its claim anew and prints means over seeds:
 
     python results/claims/NAME.py [--data DIR] [--write]
 
 `--data` is the folder with the UCI and Banana data, looked into before $GEOPARAM_DATA, the cache
-and the network; `--write` replaces the stored records. Targets of UCI sets are in units of their
-deviation. A fifth of the training part is held out; it decides which weights are kept. All methods
-have the same rates.
+and the network; `--write` replaces the stored records, NAME.jsonl beside the script. Targets of
+UCI sets are in units of their deviation. A fifth of the training part is held out; it decides
+which weights are kept. All methods have the same rates.
 """
 
 import argparse
@@ -42,8 +41,8 @@ BATCH_SIZE = 128
 FRAMES = 8  # about as many moments of a training are measured
 
 
-class Member(NamedTuple):
-    """A network, or a layer: the fields that tell its record apart."""
+class Case(NamedTuple):
+    """A network, or a layer, that is measured: the fields that tell its record apart."""
 
     part: str  # the name of the script
     dataset: str
@@ -53,8 +52,8 @@ class Member(NamedTuple):
     seed: int
 
 
-Members = Sequence[Member]
-Measure = Callable[[Members, Sets], list[Record]]
+Cases = Sequence[Case]
+Measure = Callable[[Cases, Sets], list[Record]]
 Load = Callable[[str, Path | None], tuple[np.ndarray, np.ndarray]]
 
 
@@ -66,22 +65,23 @@ def make_tasks(
     lrs: Sequence[float | None] = (None,),
     seeds: int = 5,
     together: str = "",
-) -> list[Members]:
-    """Return the members that are measured together, one sequence a task.
+) -> list[Cases]:
+    """Return the cases that are measured together, one sequence a task.
 
     They agree in data set, method and size; those of all values of the field `together` share a
     task.
     """
     fields = [field for field in ("dataset", "method", "size") if field != together]
-    axes = itertools.product(datasets, methods, sizes, lrs, range(seeds))
-    members = [Member(part, *values)._asdict() for values in axes]
-    tasks = group_records(members, *fields).values()
-    return [[Member(**member) for member in task] for task in tasks]
+    tasks: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for values in itertools.product(datasets, methods, sizes, lrs, range(seeds)):
+        case = Case(part, *values)
+        tasks[tuple(getattr(case, field) for field in fields)].append(case)
+    return list(tasks.values())
 
 
 def run(
     name: str,
-    tasks: Sequence[Members],
+    tasks: Sequence[Cases],
     measure: Measure,
     conclude: Callable[[list[Record]], list[Record]] = lambda records: [],
     *,
@@ -89,12 +89,12 @@ def run(
     load: Load | None = None,
     jobs: int | None = None,
 ) -> None:
-    """Measure all tasks, print means, and compare the records with the stored ones.
+    """Measure all tasks, print means, and store the records if asked.
 
     Args:
         name: the script's.
         tasks: see `make_tasks`.
-        measure: takes the members of a task and the data; returns a record for each member.
+        measure: takes the cases of a task and the data; returns a record for each case.
         conclude: returns further records, which follow from all of these.
         datasets: names of the sets to load.
         load: loads one of them; by default `load_scaled`.
@@ -107,23 +107,23 @@ def run(
 
     load = load or load_scaled
     sets = {dataset: load(dataset, options.data) for dataset in datasets}
-    work = functools.partial(_measure, measure, sets)
+    work = functools.partial(measure_task, measure, sets)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs or count_cores(), context) as pool:
         records = list(itertools.chain.from_iterable(pool.map(work, tasks)))
     records += conclude(records)
 
     print_means(records)
-    path = Path(__file__).with_name(f"{name}.jsonl")
-    print(compare(records, read(path)))
     if options.write:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        lines = [json.dumps(record) + "\n" for record in records]
+        Path(__file__).with_name(f"{name}.jsonl").write_text("".join(lines))
 
 
-def _measure(measure: Measure, sets: Sets, members: Members) -> list[Record]:
+def measure_task(measure: Measure, sets: Sets, cases: Cases) -> list[Record]:
+    """Return the records of a task, with the fields that tell them apart."""
     torch.set_num_threads(1)
-    measured = zip(members, measure(members, sets), strict=True)
-    return [member._asdict() | values for member, values in measured]
+    measured = measure(cases, sets)
+    return [case._asdict() | values for case, values in zip(cases, measured, strict=True)]
 
 
 def load_scaled(name: str, data: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -135,58 +135,15 @@ def load_scaled(name: str, data: Path | None = None) -> tuple[np.ndarray, np.nda
     return x, (y - y.mean()) / y.std()
 
 
-def read(path: Path) -> list[Record]:
-    """Return the records in a file; none if it does not exist."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def print_means(records: Iterable[Record]) -> None:
     """Print the mean over seeds of every number, a line for each part, data set, method ..."""
-    fields = [field for field in Member._fields if field != "seed"]
+    fields = [field for field in Case._fields if field != "seed"]
     for key, group in group_records(records, *fields).items():
-        values = defaultdict(list)
-        for record in group:
-            for name, value in record.items():
-                if name not in Member._fields and isinstance(value, int | float):
-                    values[name].append(value)
-        means = [f"{name} {np.mean(each):.4g}" for name, each in values.items()]
+        means = []
+        for name, value in group[0].items():
+            if name not in Case._fields and isinstance(value, int | float):
+                means.append(f"{name} {np.mean([record[name] for record in group]):.4g}")
         print(*(part for part in key if part is not None), *means, sep="  ")
-
-
-def compare(records: Sequence[Record], stored: Sequence[Record]) -> str:
-    """Say how far numbers are from the stored ones, at most.
-
-    Example:
-        >>> member = Member("a", "b", "c", 1, None, 0)._asdict()
-        >>> compare([member | {"x": 1.0, "y": 2.0}], [member | {"x": 1.0, "y": 1.9}])
-        'Stored: 1 of 1 records. Largest relative difference: 0.05 (y).'
-    """
-    by_key = {find_key(record): record for record in stored}
-    pairs = [
-        (record, by_key[find_key(record)]) for record in records if find_key(record) in by_key
-    ]
-    differences = [(0.0, "none")]
-    for ours, theirs in pairs:
-        for name in ours.keys() & theirs.keys() - set(Member._fields):
-            differences.append((compare_values(ours[name], theirs[name]), name))
-    largest, name = max(differences)
-    return (
-        f"Stored: {len(pairs)} of {len(records)} records. "
-        f"Largest relative difference: {largest:.2g} ({name})."
-    )
-
-
-def find_key(record: Record) -> tuple[Any, ...]:
-    return tuple(record[field] for field in Member._fields)
-
-
-def compare_values(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of numbers, or lists of them, over the largest number."""
-    a, b = (np.nan_to_num(np.array(values, float)) for values in (ours, theirs))
-    scale = max(abs(a).max(), abs(b).max(), 1e-12)  # below that it is rounding
-    return float(abs(a - b).max() / scale)
 
 
 class Trained(NamedTuple):
@@ -198,15 +155,15 @@ class Trained(NamedTuple):
 
 
 def train(
-    members: Members,
+    cases: Cases,
     sets: Sets,
     hidden: Sequence[int],
     frames: Sequence[int],
     dtype: torch.dtype = torch.float64,
 ) -> list[Trained]:
-    """Train a stack of one method up to the last frame, each member on a split of its own."""
-    dataset, method = members[0].dataset, members[0].method
-    seeds = [member.seed for member in members]
+    """Train a stack of one method up to the last frame, each network on a split of its own."""
+    dataset, method = cases[0].dataset, cases[0].method
+    seeds = [case.seed for case in cases]
     parts = splits.stack(*sets[dataset], seeds, "heldout")
     is_classification = dataset == "banana"
     epochs = frames[-1]
@@ -228,7 +185,7 @@ def train(
     result = stacked.train(
         models,
         (parts.x_train, parts.y_train),
-        [member.lr or 0.0 for member in members],
+        [case.lr or 0.0 for case in cases],
         protocol,
         (parts.x_val, parts.y_val),
         seeds=seeds,
@@ -271,7 +228,7 @@ def find_exponents(part: str, exponents: Mapping[str, str], records: list[Record
     """
     answers = []
     for (dataset, method), group in group_records(records, "dataset", "method").items():
-        answer: Record = dict.fromkeys(Member._fields)
+        answer: Record = dict.fromkeys(Case._fields)
         answer |= {"part": part, "dataset": dataset, "method": method}
         sizes = np.log([record["size"] for record in group])
         for name, field in exponents.items():

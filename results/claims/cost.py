@@ -6,37 +6,52 @@ Processor seconds of a layer's forward and backward pass, methods in turn, and `
 """
 
 import functools
+import itertools
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from claim import BATCH_SIZE, Members, Record, find_exponents, make_tasks, run
-from torch import nn
+from claim import BATCH_SIZE, Case, Cases, Record, find_exponents, make_tasks, run
+from torch import Tensor, nn
 
 from geoparam_lab import methods
 
 SIDE = 512
-REPEATS = 15  # of a timed step; the fastest counts
+WARMUP, REPEATS = 2, 15  # of a timed step; the fastest counts
 
 
-def measure(members: Members, *unused: object) -> list[Record]:
-    layers = []
-    for _, dataset, method, size, _, seed in members:
-        n, m = (int(size), SIDE) if dataset == "inputs" else (SIDE, int(size))
-        with methods.use_seed(seed):
-            block = methods.get(method).block(nn.Linear, n, m, dtype=torch.float32)
-            layers.append((block, torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m)))
+class Step(NamedTuple):
+    """A layer, and what goes through it forward and backward."""
 
-    seconds = np.zeros((REPEATS, len(members)))
-    for repeat in range(-2, REPEATS):  # -2 and -1 warm up; their rows are written again
-        for i, (block, x, gradient) in enumerate(layers):
-            start = time.process_time()
-            block(x).backward(gradient)
-            seconds[repeat, i] = time.process_time() - start
+    layer: nn.Module
+    x: Tensor
+    gradient: Tensor
 
-    fastest = dict(zip(members, seconds.min(axis=0).tolist(), strict=True))
-    plain = {(m.size, m.seed): time for m, time in fastest.items() if m.method == "sp"}
-    return [{"seconds": s, "ratio": s / plain[m.size, m.seed]} for m, s in fastest.items()]
+
+def make_step(case: Case) -> Step:
+    n, m = int(case.size), SIDE
+    if case.dataset == "units":
+        n, m = m, n
+    with methods.use_seed(case.seed):
+        layer = methods.get(case.method).block(nn.Linear, n, m, dtype=torch.float32)
+        return Step(layer, torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m))
+
+
+def measure(cases: Cases, *unused: object) -> list[Record]:
+    steps = [make_step(case) for case in cases]
+    seconds = np.empty((WARMUP + REPEATS, len(cases)))
+    for row, (i, step) in itertools.product(seconds, enumerate(steps)):
+        start = time.process_time()
+        step.layer(step.x).backward(step.gradient)
+        row[i] = time.process_time() - start
+
+    fastest = dict(zip(cases, seconds[WARMUP:].min(axis=0).tolist(), strict=True))
+    records = []
+    for case, seconds_taken in fastest.items():
+        plain_seconds = fastest[case._replace(method="sp")]
+        records.append({"seconds": seconds_taken, "ratio": seconds_taken / plain_seconds})
+    return records
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ trained; "wn" has Sigma = I.
 
 import torch
 import torch.nn.functional as F
-from claim import Members, Record, draw_correlated, make_tasks, run
+from claim import Cases, Record, draw_correlated, make_tasks, run
 
 from geoparam_lab import methods
 
@@ -15,9 +15,9 @@ ROWS, FEATURES, UNITS = 512, 8, 64
 
 
 @torch.no_grad()
-def measure(members: Members, *unused: object) -> list[Record]:
+def measure(cases: Cases, *unused: object) -> list[Record]:
     records = []
-    for _, _, method, correlation, _, seed in members:
+    for _, _, method, correlation, _, seed in cases:
         x = draw_correlated(correlation, ROWS, FEATURES, seed)
         with methods.use_seed(seed):
             w = torch.randn(UNITS, FEATURES, dtype=torch.float64)

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 import torch
-from claim import BATCH_SIZE, Members, Record, Sets, collect_inputs, make_tasks, run, train
+from claim import BATCH_SIZE, Cases, Record, Sets, collect_inputs, make_tasks, run, train
 from rank_correlations import correlate
 from torch import Tensor, nn
 
@@ -31,14 +31,14 @@ QUANTITIES = tuple(
 )
 
 
-def measure(members: Members, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
+def measure(cases: Cases, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
     early = max(1, epochs // 10)
     starts = sorted({0, early, epochs // 2, epochs - 1})  # of the epochs with counted changes
     frames = sorted({*starts, *(epoch + 1 for epoch in starts)})
-    hidden = [UNITS] * int(members[0].size)
+    hidden = [UNITS] * int(cases[0].size)
 
     records = []
-    for error, x, models in train(members, sets, hidden, frames):
+    for error, x, models in train(cases, sets, hidden, frames):
         at = dict(zip(frames, models, strict=True))
         bits = {frame: analysis.patterns(model, x) for frame, model in at.items()}
         steps = math.ceil(len(x) / BATCH_SIZE)  # of an epoch

@@ -7,6 +7,7 @@ images of scikit-learn's digits. Training mode is the same copy on these images 
 
 import argparse
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -49,23 +50,29 @@ def load() -> tuple[Tensor, Tensor]:
     return images[order], torch.tensor(digits.target)[order]
 
 
+def measure_accuracy(model: nn.Module, x: Tensor, y: Tensor, training: bool = False) -> float:
+    model.train(training)
+    with torch.no_grad():
+        return 100 * (model(x).argmax(1) == y).float().mean().item()
+
+
+def find_norms(model: nn.Module) -> list[TrackedMean]:
+    return [module for module in model.modules() if isinstance(module, TrackedMean)]
+
+
 def compare(
     build: Callable[[], nn.Module], weights: str, batch: int, seed: int, steps: tuple[int, ...]
 ) -> Iterator[tuple[int, str, float]]:
     """Yield the step, the average, and points of accuracy by which it is below training mode."""
     torch.manual_seed(seed)
     x, y = load()
-    (x, y), (test_x, test_y) = (x[:-360], y[:-360]), (x[-360:], y[-360:])
+    x, test_x = x[:-360], x[-360:]
+    y, test_y = y[:-360], y[-360:]
     model = gp.convert_(build(), norm="imn", weights=weights, init="glorot", example_inputs=x[:8])
-    norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
+    norms = find_norms(model)
     for norm in norms:
         norm.momentum = 1.0  # the running mean is the last batch's
     averages = {m: [torch.zeros_like(n.running_mean) for n in norms] for m in MOMENTA}
-
-    def measure(network: nn.Module, training: bool) -> float:
-        network.train(training)
-        with torch.no_grad():
-            return 100 * (network(test_x).argmax(1) == test_y).float().mean().item()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, max(steps) + 1):
@@ -79,15 +86,15 @@ def compare(
         if step not in steps:
             continue
 
-        in_training = measure(copy.deepcopy(model), True)
-        network = copy.deepcopy(model)
-        copies = [module for module in network.modules() if isinstance(module, TrackedMean)]
+        in_training = measure_accuracy(copy.deepcopy(model), test_x, test_y, training=True)
+        evaluated = copy.deepcopy(model)
         for momentum, means in averages.items():
-            for mean, norm in zip(means, copies, strict=True):
+            for mean, norm in zip(means, find_norms(evaluated), strict=True):
                 norm.running_mean.copy_(mean)
-            yield step, f"momentum {momentum}", in_training - measure(network, False)
-        gp.recalibrate_(network, x[: 10 * batch].split(batch))
-        yield step, "recalibrated", in_training - measure(network, False)
+            accuracy = measure_accuracy(evaluated, test_x, test_y)
+            yield step, f"momentum {momentum}", in_training - accuracy
+        gp.recalibrate_(evaluated, x[: 10 * batch].split(batch))
+        yield step, "recalibrated", in_training - measure_accuracy(evaluated, test_x, test_y)
 
 
 def main() -> None:
@@ -97,23 +104,27 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    below: dict[str, list[tuple[int, float]]] = defaultdict(list)
     steps = tuple(step for step in STEPS if step <= arguments.most)
-    for build in (two_convolutions, three_convolutions, with_a_hidden_layer):
-        for weights in ("geometric", "plain"):
-            for batch in (32, 64):
-                for seed in range(arguments.seeds):
-                    for step, name, points in compare(build, weights, batch, seed, steps):
-                        below[name].append((step, points))
+    networks = (two_convolutions, three_convolutions, with_a_hidden_layer)
+    settings = itertools.product(
+        networks, ("geometric", "plain"), (32, 64), range(arguments.seeds)
+    )
+    below: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for setting in settings:
+        for step, name, points in compare(*setting, steps):
+            below[name].append((step, points))
 
     print("| average | mean | more than 2 below | worst at 20 | 50 | 100 | 1,000 | of all |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, rows in below.items():
         points = [point for _, point in rows]
+        mean = sum(points) / len(points)
         far = sum(point > 2 for point in points) / len(points)
-        worst = [max((p for s, p in rows if s == step), default=0) for step in (20, 50, 100, 1000)]
-        cells = " | ".join(f"{value:.1f}" for value in (*worst, max(points)))
-        print(f"| {name} | {sum(points) / len(points):.2f} | {far:.1%} | {cells} |")
+        cells = [name, f"{mean:.2f}", f"{far:.1%}"]
+        for step in (20, 50, 100, 1000):
+            worst = max((point for s, point in rows if s == step), default=0.0)
+            cells.append(f"{worst:.1f}")
+        print("|", " | ".join([*cells, f"{max(points):.1f}"]), "|")
 
 
 if __name__ == "__main__":

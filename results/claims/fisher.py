@@ -19,7 +19,7 @@ and GmP, over that of SP's change.
 from collections.abc import Callable
 
 import torch
-from claim import Members, Record, make_tasks, run
+from claim import Cases, Record, make_tasks, run
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, jvp
 
@@ -33,9 +33,9 @@ RANK = 1e-9  # singular values of J below this share of the largest are zero
 Outputs = Callable[[Tensor], Tensor]  # from a vector of parameters
 
 
-def measure(members: Members, *unused: object) -> list[Record]:
+def measure(cases: Cases, *unused: object) -> list[Record]:
     records = []
-    for _, _, equation, rate, _, seed in members:
+    for _, _, equation, rate, _, seed in cases:
         sp = change_outputs("sp", equation, rate, seed)
         gmp = change_outputs("gmp", equation, rate, seed)
         records.append({"error": float((gmp - sp).norm() / sp.norm())})

@@ -10,7 +10,7 @@ import math
 import torch
 from claim import (
     FRAMES,
-    Members,
+    Cases,
     Record,
     Sets,
     collect_inputs,
@@ -29,11 +29,11 @@ EPOCHS, UNITS = 20, 32
 NEGLIGIBLE = 1e-4  # a metric below this counts as vanished
 
 
-def measure(members: Members, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
+def measure(cases: Cases, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
     frames = frame_epochs(epochs, FRAMES).tolist()
-    hidden = [int(members[0].size), UNITS]
+    hidden = [int(cases[0].size), UNITS]
     records = []
-    for error, x, models in train(members, sets, hidden, frames, torch.float32):
+    for error, x, models in train(cases, sets, hidden, frames, torch.float32):
         path = [measure_second_layer(model, x) for model in models]
         record = {"test_error": error, "epochs": frames, **path[-1]}
         for name, value in path[0].items():

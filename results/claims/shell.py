@@ -6,7 +6,7 @@ and "shell: within" have rank correlations of both with the test error, over all
 seeds within method and rate.
 """
 
-from claim import FRAMES, Members, Record, Sets, make_tasks, run, train
+from claim import FRAMES, Cases, Record, Sets, make_tasks, run, train
 from rank_correlations import correlate
 
 from geoparam import analysis
@@ -15,10 +15,10 @@ from geoparam_lab.training.stacks.snapshots import frame_epochs
 EPOCHS, UNITS = 300, 100
 
 
-def measure(members: Members, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
+def measure(cases: Cases, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
     frames = frame_epochs(epochs, FRAMES).tolist()
     records = []
-    for error, x, models in train(members, sets, [int(members[0].size)], frames):
+    for error, x, models in train(cases, sets, [int(cases[0].size)], frames):
         distances = [analysis.boundaries(model, x)["0"].distance.abs() for model in models]
         lengths = x.norm(dim=1)
         low, high = lengths.quantile(0.05), lengths.quantile(0.95)

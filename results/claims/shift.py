@@ -6,29 +6,39 @@ of all training points, as in training; for `_running` their running mean, which
 moved by one more batch.
 """
 
+from collections.abc import Sequence
+
 import torch
-from claim import Member, Members, Record, Sets, collect_inputs, make_tasks, run, train
+from claim import Case, Cases, Record, Sets, collect_inputs, make_tasks, run, train
+from torch import Tensor
 
 EPOCHS, UNITS, LAYERS = 60, 32, 6
 
 
-def measure(members: Members, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
-    networks = [member for member in members if member.size == 1]
-    layers = int(max(member.size for member in members))
+def measure(cases: Cases, sets: Sets, epochs: int = EPOCHS) -> list[Record]:
+    networks = [case for case in cases if case.size == 1]  # the others are their deeper layers
+    layers = int(max(case.size for case in cases))
     trained = train(networks, sets, [UNITS] * (layers - 1), range(epochs + 1))
 
-    records: dict[Member, Record] = {member: {} for member in members}
-    for member, (_, x, models) in zip(networks, trained, strict=True):
+    records: dict[Case, Record] = {case: {} for case in cases}
+    for network, (_, x, models) in zip(networks, trained, strict=True):
         for suffix, is_training in (("", True), ("_running", False)):
-            inputs = [collect_inputs(model.train(is_training), x) for model in models]
-            for layer, over_epochs in enumerate(zip(*inputs, strict=True), start=1):
-                means = torch.stack([z.mean(dim=0) for z in over_epochs])
-                sizes = torch.stack([z.square().sum(dim=1).mean().sqrt() for z in over_epochs])
-                changes = means.diff(dim=0).norm(dim=1) / sizes[1:]
-                record = records[member._replace(size=layer)]
-                record[f"offset{suffix}"] = float(means[-1].norm() / sizes[-1])
-                record[f"drift{suffix}"] = float(changes.mean())
+            by_epoch = [collect_inputs(model.train(is_training), x) for model in models]
+            by_layer = zip(*by_epoch, strict=True)
+            for layer, inputs in enumerate(by_layer, start=1):
+                offset, drift = measure_shift(inputs)
+                record = records[network._replace(size=layer)]
+                record |= {f"offset{suffix}": offset, f"drift{suffix}": drift}
     return list(records.values())
+
+
+def measure_shift(inputs: Sequence[Tensor]) -> tuple[float, float]:
+    """Return offset and drift, from a layer's inputs at all points after each epoch."""
+    means = torch.stack([x.mean(dim=0) for x in inputs])
+    sizes = torch.stack([x.square().sum(dim=1).mean().sqrt() for x in inputs])
+    offset = means[-1].norm() / sizes[-1]
+    drift = (means.diff(dim=0).norm(dim=1) / sizes[1:]).mean()
+    return float(offset), float(drift)
 
 
 if __name__ == "__main__":

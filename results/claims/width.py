@@ -19,7 +19,7 @@ of the width: 0 where it does not depend on it.
 import functools
 
 import torch
-from claim import Members, Record, Sets, find_exponents, make_tasks, run
+from claim import Cases, Record, Sets, find_exponents, make_tasks, run
 from torch import Tensor, nn
 
 from geoparam_lab import methods
@@ -70,9 +70,9 @@ def _rms(values: Tensor) -> float:
     return float(values.detach().square().mean().sqrt())
 
 
-def measure(members: Members, sets: Sets) -> list[Record]:
+def measure(cases: Cases, sets: Sets) -> list[Record]:
     records = []
-    for _, dataset, variant, width, _, seed in members:
+    for _, dataset, variant, width, _, seed in cases:
         if dataset == "levy":
             x, y = levy_regression()[:2]
         else:

@@ -10,7 +10,7 @@ from run_folders import curves_of
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.experiments import banana as experiment
 from geoparam_lab.experiments import toys
-from geoparam_lab.experiments.toys import Member
+from geoparam_lab.experiments.toys import Network
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
 
@@ -25,10 +25,10 @@ def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: 
         points.load(tmp_path, "auto")
 
 
-def train(data: points.Banana, *members: Member) -> Any:
+def train(data: points.Banana, *networks: Network) -> Any:
     problem = experiment.make_problem(data, SHORT["epochs"], SHORT["patience"])
     with tasks.limit_threads(1):
-        return toys.train(problem, members)
+        return toys.train(problem, networks)
 
 
 def test_the_network_and_its_schedule_are_the_papers() -> None:
@@ -74,7 +74,7 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
     data = points.load(source="generated")
-    result, _ = train(data, *(Member("gmp", lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)))
+    result, _ = train(data, *(Network("gmp", lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)))
     across, up = experiment.make_grid(data)
     expected = result.predict(np.array([[across[7], up[40]]]))[2, 0]
     curves = finished.curves("gmp-lr0.1-seed0")
@@ -94,7 +94,7 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
     wanted = SHORT | {"methods": ["gmp"], "lrs": [0.1], "protocol": "heldout"}
     run = experiment.run(tmp_path / "run", **wanted)
     data = experiment.hold_out(points.load(source="generated"))
-    result, _ = train(data, Member("gmp", 0.1, 0), Member("gmp", 0.1, 1))
+    result, _ = train(data, Network("gmp", 0.1, 0), Network("gmp", 0.1, 1))
     right = (result.predict(data.x_test) > 0) == (data.y_test > 0.5)
     val = (result.predict(data.x_val) > 0) == (data.y_val > 0.5)
     for record in run.records():

@@ -31,12 +31,12 @@ def points(name: str = "", data: object = None) -> tuple[np.ndarray, np.ndarray]
 
 
 DATA = {name: points(name) for name in ("energy", "banana")}
-Member = functools.partial(claim.Member, "part", "energy")
+Case = functools.partial(claim.Case, "part", "energy")
 
 
 def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
-    members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
-    errors = [record["error"] for record in covariance.measure(members)]
+    cases = [Case(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
+    errors = [record["error"] for record in covariance.measure(cases)]
     assert errors[0] < 1e-13 and errors[3] < 1e-12
     assert 1e-6 < errors[1] < errors[4] < 0.05 and 0.1 < errors[2] < errors[5]
 
@@ -49,8 +49,8 @@ def test_inputs_have_the_correlation() -> None:
 
 def test_natural_steps_are_independent_of_coordinates_by_the_exponential_map_alone() -> None:
     sizes, equations = (0.1, 0.01), ("equation-28", "equation-29")
-    members = [Member(equation, rate, None, 0) for equation in equations for rate in sizes]
-    exact, exact_small, first, first_small = (r["error"] for r in fisher.measure(members))
+    cases = [Case(equation, rate, None, 0) for equation in equations for rate in sizes]
+    exact, exact_small, first, first_small = (r["error"] for r in fisher.measure(cases))
     assert exact < 1e-7 and exact_small < 1e-11
     assert 0.01 < first < 0.2 and 3 < first / first_small < 20  # of second order in the step
 
@@ -58,8 +58,8 @@ def test_natural_steps_are_independent_of_coordinates_by_the_exponential_map_alo
 def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**6))
     monkeypatch.setattr(cost.time, "process_time", lambda: next(ticks))
-    members = [Member(method, 4, None, 0) for method in ("sp", "gmp")]
-    found = cost.measure(members)
+    cases = [Case(method, 4, None, 0) for method in ("sp", "gmp")]
+    found = cost.measure(cases)
     assert found == [{"seconds": 1.0, "ratio": 1.0}] * 2
 
 
@@ -88,22 +88,22 @@ def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
 
 @pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
 def test_only_imn_centres_the_inputs_of_layers(method: str) -> None:
-    members = [Member(method, layer, 0.01, 0) for layer in (1, 2, 3)]
-    _, *deeper = shift.measure(members, DATA, epochs=2)
+    cases = [Case(method, layer, 0.01, 0) for layer in (1, 2, 3)]
+    _, *deeper = shift.measure(cases, DATA, epochs=2)
     centred = [record["offset"] < 1e-12 and record["drift"] < 1e-12 for record in deeper]
     assert centred == [method == "gmp+imn"] * 2
     assert all(record["offset_running"] > 0.05 for record in deeper)  # which lag behind
 
 
 def test_before_training_boundaries_go_through_the_origin() -> None:
-    [found] = shell.measure([Member("gmp", 9, 0.1, 0)], DATA, epochs=3)
+    [found] = shell.measure([Case("gmp", 9, 0.1, 0)], DATA, epochs=3)
     assert found["path"][0] == 0 and found["path"][-1] == found["relative"] > 0
     assert found["epochs"][-1] == 3 and 0 <= found["on_shell"] <= 1
 
 
 def test_products_of_uniform_directions_do_not_vanish() -> None:
-    members = [Member("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
-    for found in products.measure(members, DATA, epochs=2):
+    cases = [Case("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
+    for found in products.measure(cases, DATA, epochs=2):
         assert 0.05 < found["smallest_start"] < 3 and found["negligible_start"] < 0.01
         assert found["sparsity_start"] == pytest.approx(0.5, abs=0.2)
         assert found["smallest_path"][-1] == found["smallest"] < found["smallest_start"]
@@ -124,8 +124,8 @@ def test_a_network_by_hand() -> None:
 
 @pytest.mark.parametrize("dataset", DATA)
 def test_deep_networks_have_all_quantities(dataset: str) -> None:
-    members = [Member("gmp", 2, lr, 0)._replace(dataset=dataset) for lr in (0.0, 0.1)]
-    still, moved = deep.measure(members, DATA, epochs=10)
+    cases = [Case("gmp", 2, lr, 0)._replace(dataset=dataset) for lr in (0.0, 0.1)]
+    still, moved = deep.measure(cases, DATA, epochs=10)
     assert still["changes_late"] == 0 < moved["changes_late"]
     assert still["distance_early"] == still["distance_late"]
     assert set(deep.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
@@ -158,15 +158,15 @@ def test_correlations_do_not_depend_on_the_order_of_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_correlations, "PERMUTATIONS", 99)
-    members = [Member("gmp", 9, lr, seed) for lr in (0.01, 0.1) for seed in range(4)]
-    measured = zip(members, shell.measure(members, DATA, epochs=3), strict=True)
-    records = [member._asdict() | values for member, values in measured]
+    cases = [Case("gmp", 9, lr, seed) for lr in (0.01, 0.1) for seed in range(4)]
+    measured = zip(cases, shell.measure(cases, DATA, epochs=3), strict=True)
+    records = [case._asdict() | values for case, values in measured]
     answers = shell.correlate_with_error(records)
     assert answers == shell.correlate_with_error(records[::-1])
     assert [a["part"] for a in answers] == ["shell: all"] * 2 + ["shell: within"] * 2
 
 
-def test_members_that_share_a_task_differ_in_rate_seed_and_one_field() -> None:
+def test_cases_that_share_a_task_differ_in_rate_seed_and_one_field() -> None:
     tasks = claim.make_tasks("a", ["x"], ["sp", "gmp"], (1, 2), (0.1, 0.2), 3, together="size")
     assert [len(task) for task in tasks] == [2 * 2 * 3] * 2
-    assert [{member.method for member in task} for task in tasks] == [{"sp"}, {"gmp"}]
+    assert [{case.method for case in task} for task in tasks] == [{"sp"}, {"gmp"}]

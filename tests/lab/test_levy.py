@@ -15,7 +15,7 @@ from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
 from geoparam_lab.experiments import levy as experiment
 from geoparam_lab.experiments import toys
-from geoparam_lab.experiments.toys import Member
+from geoparam_lab.experiments.toys import Network
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks.stacked import Protocol
@@ -60,7 +60,7 @@ def test_keras_adam_is_keras_formula() -> None:
 def train(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
     problem = experiment.make_problem(levy_regression(), epochs, patience)
     with tasks.limit_threads(1):
-        return toys.train(problem, [Member(method, lr, seed) for seed in range(seeds)])
+        return toys.train(problem, [Network(method, lr, seed) for seed in range(seeds)])
 
 
 @pytest.mark.parametrize("method", ["sp", "gmp"])
@@ -186,9 +186,9 @@ def test_figures_are_of_each_methods_median_seed_and_the_slider_of_the_first(
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
         assert seed == toys.find_median_seed(own, "test_rmse")
-        curves = run.curves(toys.Member(method, 0.1, seed).name)
+        curves = run.curves(toys.Network(method, 0.1, seed).name)
         np.testing.assert_array_equal(curves["prediction"], shown[method]["prediction"])
-        first = run.curves(toys.Member(method, 0.1, int(slider["seeds"][0])).name)
+        first = run.curves(toys.Network(method, 0.1, int(slider["seeds"][0])).name)
         np.testing.assert_array_equal(slider["prediction"][0, m, -1], first["prediction"][-1])
 
 

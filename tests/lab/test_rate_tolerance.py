@@ -10,7 +10,7 @@ from geoparam_lab.data import banana_data
 from geoparam_lab.experiments import banana, levy, toys
 from geoparam_lab.experiments.experiment import ACCURACY, RMSE
 from geoparam_lab.experiments.rate_tolerance import describe_tolerance, measure_tolerance
-from geoparam_lab.experiments.toys import Member, Problem
+from geoparam_lab.experiments.toys import Network, Problem
 from geoparam_lab.run_folder import Record
 from geoparam_lab.tables import tables
 from geoparam_lab.training.stacks.stacked import Protocol
@@ -42,17 +42,17 @@ def test_where_a_metric_stops_training_the_points_left_out_judge() -> None:
 
 
 def test_each_seed_takes_the_rate_with_the_lowest_error_over_the_folds() -> None:
-    members = [Member("gmp", lr, seed) for lr in (1e-9, 0.1) for seed in range(2)]
-    found = toys.choose_rates(3, levy.find_errors, regression(), members)
+    networks = [Network("gmp", lr, seed) for lr in (1e-9, 0.1) for seed in range(2)]
+    found = toys.choose_rates(3, levy.find_errors, regression(), networks)
     assert [each["chosen"] for each in found] == [False, False, True, True]
     still, learned = found[0]["cv_error"], found[2]["cv_error"]
     assert learned < still / 2
 
 
 def test_a_rate_that_diverges_is_not_chosen() -> None:
-    members = [Member("sp", lr, 0) for lr in (0.1, 1e300)]
+    networks = [Network("sp", lr, 0) for lr in (0.1, 1e300)]
     with np.errstate(all="ignore"):
-        found = toys.choose_rates(2, levy.find_errors, regression(), members)
+        found = toys.choose_rates(2, levy.find_errors, regression(), networks)
     assert [each["chosen"] for each in found] == [True, False]
 
 

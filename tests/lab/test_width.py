@@ -22,9 +22,9 @@ def records() -> list[Record]:
     sets = {"energy": (x, 10 * np.abs(x).sum(1))}
     found = []
     tasks = make_tasks("width", ["levy", "energy"], width.VARIANTS, (16, 64, 256), seeds=8)
-    for members in tasks:
-        measured = zip(members, width.measure(members, sets), strict=True)
-        found += [member._asdict() | values for member, values in measured]
+    for cases in tasks:
+        measured = zip(cases, width.measure(cases, sets), strict=True)
+        found += [case._asdict() | values for case, values in measured]
     return found
 
 

@@ -225,9 +225,9 @@ def layer_for(module: nn.Module) -> Layer:
     if parametrize.is_parametrized(module, "weight"):
         return _linear
     if type(module) not in _LAYERS:
-        known = ", ".join(kind.__name__ for kind in _LAYERS)
+        kinds = ", ".join(kind.__name__ for kind in _LAYERS)
         raise ValueError(
-            f"a stack is made of {known}, and linear layers with weight_norm; got "
+            f"a stack is made of {kinds}, and linear layers with weight_norm; got "
             f"{type(module).__name__}. Build the models with methods.mlp."
         )
     if isinstance(module, gp.GmPLinear) and module.activation not in (None, torch.relu):

@@ -38,11 +38,11 @@ class Adam:
         change = self.v.sqrt().add_(EPSILON)
         torch.div(self.m, change, out=change)
         correction = math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
-        each = torch.from_numpy(rates).to(change).unsqueeze(1)
+        lr = torch.from_numpy(rates).to(change).unsqueeze(1)
         if self.factors is not None:
-            each = each * self.factors[0]
-            parameters.mul_(1 - each * self.factors[1])
-        parameters.addcmul_(change, each, value=-correction)
+            lr = lr * self.factors[0]
+            parameters.mul_(1 - lr * self.factors[1])
+        parameters.addcmul_(change, lr, value=-correction)
 
     def keep_only(self, index: Array) -> None:
         """Go on with these members only."""

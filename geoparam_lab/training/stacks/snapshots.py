@@ -46,8 +46,8 @@ class Film:
 
         `x` are inputs, over which LN's deviation is averaged; others do not need them.
         """
-        each = [batched.boundaries(self.model, *frame) for frame in self._frames(x)]
-        normal, offset = (torch.stack(part, dim=1) for part in zip(*each, strict=True))
+        frames = [batched.boundaries(self.model, *frame) for frame in self._frames(x)]
+        normal, offset = (torch.stack(part, dim=1) for part in zip(*frames, strict=True))
         length = sphere.length(normal)
         return (normal / length.unsqueeze(-1)).numpy(), (offset / length).numpy()
 

@@ -273,7 +273,7 @@ class _Run:
         if size is None or size >= n:
             yield x, y
             return
-        order = torch.stack([torch.randperm(n, generator=each) for each in self.generators])
+        order = torch.stack([torch.randperm(n, generator=random) for random in self.generators])
         rows = torch.arange(len(x))[:, None]
         x, y = x[rows, order], y[rows, order]
         yield from zip(x.split(size, dim=1), y.split(size, dim=1), strict=True)
