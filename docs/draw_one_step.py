@@ -1,8 +1,9 @@
-"""Draws docs/images/one-step.png: a unit's boundary before and after one step of the same length.
+"""Draws docs/images/one-step.png: a unit's boundary before and after one step.
 
     python docs/draw_one_step.py
 
-On the left the step moves the weights (w, b), on the right the angle and the distance.
+Two units have the same boundary, one from a long weight, one from a short one. On the left a step
+of the same length moves their weights (w, b); on the right both turn by the same angle.
 """
 
 from pathlib import Path
@@ -14,9 +15,10 @@ from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
 
-STEP = 0.15  # length of the step, in either form
 ANGLE, DISTANCE = np.deg2rad(35.0), -0.4
-LENGTHS = (1.0, 0.15)  # of the weight: a long one and a short one
+LENGTHS = {"long": 1.0, "short": 0.15}  # of the weight
+STEP = 0.15 * np.array([-0.9, 0.3, 0.3]) / np.linalg.norm([-0.9, 0.3, 0.3])  # of (w, b)
+TURN = np.deg2rad(7.0)
 
 
 def draw_boundary(axes: Axes, w: np.ndarray, b: float, **style: object) -> None:
@@ -28,25 +30,33 @@ def draw_boundary(axes: Axes, w: np.ndarray, b: float, **style: object) -> None:
     axes.plot(ends[:, 0], ends[:, 1], **style)  # type: ignore[arg-type]
 
 
+def find_angle(v: np.ndarray, w: np.ndarray) -> float:
+    """Return the angle between two vectors, in degrees."""
+    cosine = v @ w / (np.linalg.norm(v) * np.linalg.norm(w))
+    return float(np.rad2deg(np.arccos(cosine)))
+
+
 def main() -> None:
     points = np.random.default_rng(0).normal(size=(150, 2))
     direction = np.array([np.cos(ANGLE), np.sin(ANGLE)])
-    figure = Figure(figsize=(9, 2.75), dpi=150, layout="constrained")
-    titles = ("plain, a long weight", "plain, a short weight", "by angle, any weight")
-    for axes, title, length in zip(figure.subplots(1, 3), titles, (*LENGTHS, 1.0), strict=True):
-        axes.scatter(*points.T, s=5, color="#bbbbbb", linewidths=0)
-        w, b = length * direction, length * DISTANCE
-        draw_boundary(axes, w, b, color="#888888", linewidth=1.5, label="before")
-        if title.startswith("plain"):
-            step = STEP * np.array([-0.9, 0.3, 0.3]) / np.linalg.norm([-0.9, 0.3, 0.3])
-            w, b = w + step[:2], b + step[2]
-        else:
-            turned = ANGLE + STEP * 0.9
-            w, b = np.array([np.cos(turned), np.sin(turned)]), DISTANCE + STEP * 0.3
-        draw_boundary(axes, w, b, color="#c0392b", linewidth=2.2, label="after one step")
-        axes.set_title(title, fontsize=11)
-        axes.set(xlim=(-3, 3), ylim=(-2.4, 2.4), xticks=[], yticks=[], aspect="equal")
-    figure.axes[0].legend(frameon=False, fontsize=9, loc="lower left")
+    turned = np.array([np.cos(ANGLE + TURN), np.sin(ANGLE + TURN)])
+    figure = Figure(figsize=(10, 2.5), dpi=150, layout="constrained")
+    panels = iter(figure.subplots(1, 4))
+    for kind in ("plain step", "step by angle"):
+        for name, length in LENGTHS.items():
+            axes = next(panels)
+            axes.scatter(*points.T, s=4, color="#bbbbbb", linewidths=0)
+            w, b = length * direction, length * DISTANCE
+            draw_boundary(axes, w, b, color="#888888", linewidth=1.5, label="before")
+            if kind == "plain step":
+                new_w, new_b = w + STEP[:2], b + STEP[2]
+            else:
+                new_w, new_b = length * turned, b
+            draw_boundary(axes, new_w, new_b, color="#c0392b", linewidth=2.2, label="after")
+            title = f"{kind}, {name} weight: {find_angle(w, new_w):.0f}°"
+            axes.set_title(title, fontsize=9)
+            axes.set(xlim=(-3, 3), ylim=(-2.7, 2.7), xticks=[], yticks=[], aspect="equal")
+    figure.axes[0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.savefig(Path(__file__).parent / "images" / "one-step.png")
 
 
