@@ -1,5 +1,6 @@
 # make demo   three small experiments and their page       make test      lint, types, fast tests
 # make docs   the site, in build/docs                      make dist      wheel and sdist, twice the same
+# make links  the addresses in the site's pages (needs the network)
 # make test-versions   the oldest and newest Python and torch, in throw-away environments
 # make test-compile, test-interpreter, test-models, test-runs   the slow suites   make test-all  all
 PYTHON ?= python3
@@ -8,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/optim/test_rows.py
 
-.PHONY: demo docs dist test test-all test-compile test-interpreter test-models test-runs test-versions lint clean
+.PHONY: demo docs links dist test test-all test-compile test-interpreter test-models test-runs test-versions lint clean
 
 demo: .venv/demo
 	$(BIN)/geoparam demo --out demo
@@ -16,6 +17,9 @@ demo: .venv/demo
 docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo "Open build/docs/index.html"
+
+links: .venv/docs
+	$(BIN)/python -m sphinx -W -q -b linkcheck -D nb_execution_mode=off -c docs . build/links
 
 test: lint
 	$(PYTEST) -n 2 -m "not compile and not interpreter and not slow"

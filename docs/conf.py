@@ -45,7 +45,7 @@ python_maximum_signature_line_length = 72
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 900
 nb_merge_streams = True
 suppress_warnings = ["mystnb.unknown_mime_type"]
 

@@ -33,12 +33,18 @@ def draw_rings(count: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
-    optimizer = gp.GeometricOptimizer(model, torch.optim.Adam, lr=1e-2)
+    """Turn the units by up to 2 degrees in a step, and return the last loss."""
+    optimizer = gp.GeometricOptimizer(model, torch.optim.Muon, turn=2.0, lr=1e-2)
+    warmup = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min((k + 1) / warmup, (steps - k) / (steps - warmup + 1))
+    )
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
     return loss.item()
 
 

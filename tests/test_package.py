@@ -39,6 +39,13 @@ def test_workflow_has_the_pairs_of_make_test_versions() -> None:
     assert pairs.findall(workflow) == pairs.findall(script) != []
 
 
+def test_a_release_is_tested_and_its_tag_compared_before_it_is_published() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    steps = ["GITHUB_REF_NAME#v", "make test", "make dist", "pypi-publish"]
+    places = [workflow.find(step) for step in steps]
+    assert -1 not in places and places == sorted(places)
+
+
 def test_actions_are_pinned_by_commit() -> None:
     for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
         for action in re.findall(r"uses: (\S+)", workflow.read_text("utf-8")):
