@@ -1,13 +1,10 @@
-"""The options of each experiment's command, also as a file, so that help is there without torch.
+"""The options of an experiment's command.
 
-Options are the arguments of the experiment's `run`, with their help in its docstring, and the
-fields of its settings. They are kept in options.json, which a test compares with the experiments:
-
-    python -m geoparam_lab.cli.options      writes it anew
+They are the arguments of the experiment's `run`, with their help in its docstring, and the fields
+of its settings.
 """
 
 import inspect
-import json
 import re
 import types
 import typing
@@ -17,15 +14,8 @@ from typing import Any, get_args, get_origin
 
 from geoparam_lab import experiments
 
-FILE = Path(__file__).with_name("options.json")
 _KINDS = {bool: "flag", int: "int", float: "float", str: "text", Path: "path"}
 _LEFT_OUT = ("out", "resume", "command", "progress", "experiment")  # no option, or of all commands
-
-
-def load_command(name: str) -> dict[str, Any]:
-    """Return what an experiment's help says; of one that is not in the file, it is imported."""
-    stored: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return stored[name] if name in stored else describe_command(name)
 
 
 def describe_command(name: str) -> dict[str, Any]:
@@ -47,7 +37,7 @@ def describe_command(name: str) -> dict[str, Any]:
             "kind": name_kind(parameter.annotation),
             "default": _show(parameter.default),
             "required": parameter.default is parameter.empty,
-            "help": texts[parameter.name],
+            "help": texts.get(parameter.name, ""),
         }
         for parameter in parameters
         if parameter.name not in _LEFT_OUT and name_kind(parameter.annotation)
@@ -92,8 +82,3 @@ def _read_docstring(source: Any) -> dict[str, str]:
         sentence = " ".join(words.replace("`", "").split())
         texts[name] = sentence[:1].upper() + sentence[1:]
     return texts
-
-
-if __name__ == "__main__":
-    commands = {name: describe_command(name) for name in experiments.ENTRIES}
-    FILE.write_text(json.dumps(commands, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

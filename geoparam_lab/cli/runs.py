@@ -1,7 +1,7 @@
 """geoparam run: one command for each experiment; it ends with the table of what came out.
 
 A command has the options of `cli.options`; several values are given between commas. An experiment
-is imported when its own command runs: lists and help need none of them.
+is imported when its own command is called: the list of commands needs none of them.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def make_application() -> typer.Typer:
 
 def make_command(name: str) -> Any:
     """Return an experiment's command, with its options in panels."""
-    description = options.load_command(name)
+    description = options.describe_command(name)
 
     def command(out: Path, resume: bool, **typed: Any) -> None:
         with explain_errors(out):
