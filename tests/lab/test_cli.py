@@ -343,7 +343,7 @@ def test_bench_lists_runs_and_refuses(
 ) -> None:
     listed = geoparam("bench").out
     assert "weight" in listed and "timing" not in listed
-    status, _, errors = geoparam("bench", "stacked", "--splits", "few")
+    status, _, errors = geoparam("bench", "turns", "--steps", "few")
     assert status == 2 and "invalid int value: 'few'" in errors
     assert "one of conversion" in geoparam("bench", "fast").status
     monkeypatch.chdir(tmp_path)
