@@ -240,7 +240,7 @@ def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
 
     figure, axes = plots.new_figure(2, 3, size=(12.0, 7.6))
     first, *panels = axes.flat
-    plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
+    plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, ax=first)
     first.set_title("(a) a unit", loc="left")
     for word, place in (("active", (1.3, 1.6)), ("inactive", (-0.8, -0.8))):
         first.text(*place, word, ha="center", va="center")
@@ -273,8 +273,9 @@ def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
 
     figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
     for ax, letter, (sign, lam, r) in zip(axes[0], "abcd", units, strict=False):
-        plots.unit_1d(sign, lam, r=r, legend=ax is axes[0, -1], ax=ax)
+        plots.unit_1d(sign, lam, r=r, ax=ax)
         ax.set_title(f"({letter}) u = {sign:+g}, λ = {lam:+g}, r = {r:g}", loc="left")
+    plots.legend_beside(axes[0, -1])
     return figure
 
 
@@ -285,8 +286,9 @@ def _draw_2d() -> "Figure":
     units = [(30, -1.0), (120, -1.0), (210, 1.0), (300, 1.0)]
     for ax, letter, (theta, lam) in zip(axes[0], "abcd", units, strict=True):
         u = np.array([np.cos(np.radians(theta)), np.sin(np.radians(theta))])
-        plots.unit_2d(u, lam, limits=VIEW, legend=ax is axes[0, -1], ax=ax)
+        plots.unit_2d(u, lam, limits=VIEW, ax=ax)
         ax.set_title(f"({letter}) θ = {theta}°, λ = {lam:+g}", loc="left")
+    plots.legend_beside(axes[0, -1])
     return figure
 
 

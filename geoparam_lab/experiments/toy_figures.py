@@ -39,11 +39,12 @@ def draw_moves(run: Run) -> Figure:
     figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
     for ax, lr in zip(axes[0], rates, strict=True):
         moves = load_motions(run, "moves", lr)
-        plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
+        plots.displacement_curves(moves, ax=ax)
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
         ax.sharey(axes[0, 0])
         ax.set_ylim(bottom=2.0**LOWEST)
         ax.set_title(f"rate {lr:g}", loc="left")
+    plots.legend_beside(axes[0, -1])
     return figure
 
 
@@ -132,6 +133,7 @@ def draw_rotations(run: Run) -> Figure:
     turns = load_motions(run, "rotation", find_common_lr(run.config["lrs"]))
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
+    plots.legend_beside(axes[0, 0])
     return figure
 
 

@@ -1,6 +1,6 @@
 """The papers' figures: arrays in, drawn on a matplotlib axis that is given.
 
-Values that are not finite leave gaps. `legend` says whether to explain the marks beside the axis.
+Values that are not finite leave gaps. `legend_beside` explains the marks beside an axis.
 """
 
 from geoparam.plots import INK, MUTED, new_figure

@@ -41,7 +41,7 @@ def tick_values(ax: Axes, values: Sequence[float], rotation: float = 0) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
-def legend_beside(ax: Axes, title: str | None = None) -> None:
+def legend_beside(ax: Axes) -> None:
     """Put a legend to the right of the axis, where it covers no data."""
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    ax.legend(title=title, **place, borderaxespad=0.0, handlelength=2.6, frameon=False)
+    ax.legend(**place, borderaxespad=0.0, handlelength=2.6, frameon=False)

@@ -5,7 +5,6 @@ from matplotlib.axes import Axes
 
 from geoparam.plots import INK
 from geoparam_lab.plots.method_styles import BROWN
-from geoparam_lab.plots.panels import legend_beside
 
 SIDES = (("active", "#d3e6f2"), ("inactive", "#f8efe6"))
 
@@ -16,7 +15,6 @@ def unit_1d(
     *,
     r: float = 1.0,
     limits: tuple[float, float] = (-3.0, 3.0),
-    legend: bool = True,
     ax: Axes,
 ) -> Axes:
     """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides."""
@@ -35,8 +33,6 @@ def unit_1d(
     ax.set(xlim=limits, xlabel="x", ylabel="z")
     ax.set_title(f"boundary at φ = {location:.3g}", loc="left")
     ax.grid(visible=False)
-    if legend:
-        legend_beside(ax)
     return ax
 
 
@@ -45,7 +41,6 @@ def unit_2d(
     lam: float,
     *,
     limits: tuple[float, float] = (-3.0, 3.0),
-    legend: bool = True,
     ax: Axes,
 ) -> Axes:
     """A unit over two inputs: its boundary, active half plane, direction and location φ.
@@ -79,8 +74,6 @@ def unit_2d(
     for word, place in (("u", location + 0.14 * width * u), ("φ", location)):
         x, y = place + beside
         ax.text(x, y, word, ha="center", va="center", size=12, clip_on=True)
-    if legend:
-        legend_beside(ax)
     return ax
 
 

@@ -9,12 +9,9 @@ from matplotlib.figure import Figure  # noqa: F401  for the example
 
 from geoparam.plots import MUTED
 from geoparam_lab.plots.method_styles import curve_styles
-from geoparam_lab.plots.panels import legend_beside
 
 
-def displacement_curves(
-    curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True
-) -> Axes:
+def displacement_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
     """Draw the largest move of any location in each step, (seeds, steps) for each method.
 
     The axis is in powers of 2. The largest of any seed is a thin line, so that no jump is hidden;
@@ -24,7 +21,7 @@ def displacement_curves(
         >>> ax = Figure().subplots()
         >>> curves = {"sp": 2.0 ** np.arange(16)[None], "gmp": np.full((3, 16), 0.1)}
         >>> _ = displacement_curves(curves, ax=ax)
-        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        >>> ax.get_legend_handles_labels()[1]
         ['SP', 'GmP']
     """
     for style, curve in zip(curve_styles(curves), curves.values(), strict=True):
@@ -36,14 +33,12 @@ def displacement_curves(
     ax.margins(x=0)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="largest move of a location, max |Δφ|")
-    if legend:
-        legend_beside(ax)
     return ax
 
 
-def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True) -> Axes:
+def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
     """Draw the largest rotation of any unit in each step, in degrees, likewise."""
-    displacement_curves(curves, ax=ax, legend=legend)
+    displacement_curves(curves, ax=ax)
     ax.set_ylabel("largest rotation of a unit (degrees)")
     ax.axhline(180, color=MUTED, linewidth=1.0, linestyle=":")
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
