@@ -7,8 +7,8 @@ b - w^T m.
 
 Three things the names do not tell: the shape of a kernel, whether zeros are padded to a centred
 input (refused where that may be), and whether r is outside of an activation (it is inside in all
-layers that `convert_` makes). `fold_` knows them from the model. The first is in the metadata of a
-state dict as `model.state_dict()` returns it, and as torch.save keeps it; safetensors has none.
+layers that `convert_` makes). `fold_` knows them from the model. The first two are in the metadata
+of a state dict as `model.state_dict()` returns it, and torch.save keeps it; safetensors has none.
 """
 
 import functools
@@ -326,16 +326,22 @@ def _read_shapes(like: State) -> Shapes:
 
 
 def _match_keys(state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-    """Return the entries in the plain model's order; files may leave out one of two tied ones."""
-    kept = {x.data_ptr() for key, x in state.items() if key in shapes}
-    unexpected = [k for k, x in state.items() if k not in shapes and x.data_ptr() not in kept]
+    """Return the entries in the plain model's order, if it has the same keys."""
     missing = [key for key in shapes if key not in state]
-    if not unexpected and not missing:
+    kept = {state[key].data_ptr() for key in shapes if key in state}
+    unexpected = []
+    for key, x in state.items():
+        is_tied = x.data_ptr() in kept  # files may leave out one of two tied entries
+        if key not in shapes and not is_tied:
+            unexpected.append(key)
+    if not missing and not unexpected:
         return {key: state[key] for key in shapes}
 
     text = "the folded checkpoint does not have the keys of the plain model."
-    text += f" Missing: {list_few(missing)}." if missing else ""
-    text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""
+    if missing:
+        text += f" Missing: {list_few(missing)}."
+    if unexpected:
+        text += f" Unexpected: {list_few(unexpected)}."
     if any(key.endswith("running_var") for key in missing):
         text += (
             " If convert_(norm=...) has absorbed these norms, the file does not tell by which "

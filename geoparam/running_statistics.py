@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.arguments import check_flag
+from geoparam.base_layer import GmPLayer
 from geoparam.model.run import arguments_of, call, refuse_non_model
 from geoparam.norm import TrackedMean
-from geoparam.removed_norm import find_removed_norms
+from geoparam.removed_norm import RemovedNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -173,7 +174,8 @@ def freeze_means_(model: Model, freeze: bool = True) -> Model:
     refuse_non_model(model, "freeze_means_(model)")
     check_flag("freeze", freeze)
     norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
-    if not norms and not find_removed_norms(model):
+    was_converted = any(isinstance(m, GmPLayer | RemovedNorm) for m in model.modules())
+    if not norms and not was_converted:
         raise ValueError(
             "this model has no mean normalization to freeze. Call it after convert_(norm='imn'); "
             "a BatchNorm has eval()."

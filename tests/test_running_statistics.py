@@ -135,8 +135,9 @@ def batchnorm_net() -> nn.Module:
 def test_a_converted_model_without_means_has_nothing_to_freeze(norm: str, weights: str) -> None:
     model = batchnorm_net()
     gp.convert_(model, norm=norm, weights=weights, example_inputs=torch.randn(IMAGES))
-    for freeze in (True, False):
-        assert gp.freeze_means_(model, freeze) is model
+    for converted in (model, nn.Sequential(gp.GmPLinear(3, 3))):
+        for freeze in (True, False):
+            assert gp.freeze_means_(converted, freeze) is converted
 
 
 def test_norms_that_go_on_using_the_batch_are_named() -> None:

@@ -357,6 +357,7 @@ class _Builder:
     def _build_geometric(self, candidate: Candidate, decision: Decision) -> Any:
         """Return a layer of the same sizes; one that absorbs a norm has a bias."""
         plain: Any = candidate.module
+        is_transposed = candidate.is_transposed
         if not candidate.is_plain:
             plain = as_linear(*candidate.read())
         kind = next(kind for kind in LAYERS if isinstance(plain, kind._plain))
@@ -370,7 +371,7 @@ class _Builder:
             init=self.init,
             momentum=self.momentum,
         )
-        if candidate.is_transposed:
+        if is_transposed:
             layer.transposed = True
         return layer
 

@@ -75,7 +75,7 @@ class Plan:
     parameters: int
     weights: Weights = "geometric"
     norm: Norm | None = None
-    kept_norms: tuple[str, ...] = ()  # modules that use the batch's statistics in training
+    kept_norms: tuple[str, ...] = ()  # of `norm`: what else uses the batch in training
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a norm after a layer stays
 
     @property
@@ -230,13 +230,16 @@ def decide(
     if not any(d.converted for d in decisions):
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
-    removed = {d.norm for d in decisions}
+    kept_norms: list[str] = []
+    if request.norm is not None:
+        removed = {d.norm for d in decisions}
+        kept_norms += [name for name in find_batch_users(model) if name not in removed]
     return Plan(
         tuple(decisions),
         sum(p.numel() for p in model.parameters()),
         request.weights,
         request.norm,
-        tuple(name for name in find_batch_users(model) if name not in removed),
+        tuple(kept_norms),
         planner.reasons,
     )
 
