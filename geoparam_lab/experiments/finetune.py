@@ -20,7 +20,7 @@ from geoparam_lab.run_folder import Record, Run, group_records
 from geoparam_lab.training.finetune import loop, pretrained
 from geoparam_lab.training.finetune.enlarged_images import EnlargedImages
 from geoparam_lab.training.finetune.settings import METHODS, FinetuneSettings, list_tasks
-from geoparam_lab.training.processes import check_processes, make_accelerator
+from geoparam_lab.training.processes import check_runs, make_accelerator
 from geoparam_lab.training.sweeps import Sweep, Work, load_once
 from geoparam_lab.training.tasks import Progress, Task
 
@@ -69,7 +69,7 @@ def run(
     sweep = Sweep("finetune", FinetuneSettings, _AXES, list_tasks, _draw)
     config = sweep.make_config(axes, settings)
     tasks = list_tasks(config)  # raises where settings are wrong
-    _check_processes(config["precision"])
+    _check_processes(config["precision"], jobs)
     source, state = _load(data, weights)
     _check_runs(tasks, source, state)
     config["data"] = source.fingerprint
@@ -92,14 +92,14 @@ def _load(data: str | Path, weights: str | Path) -> tuple[PackedImages, pretrain
     return PackedImages.load(data), state
 
 
-def _check_processes(precision: str) -> None:
-    accelerator = make_accelerator(precision)
-    check_processes(accelerator, precision, accelerator.num_processes)
-    if accelerator.num_processes > 1:
+def _check_processes(precision: str, jobs: int) -> None:
+    processes = make_accelerator(precision).num_processes
+    if processes > 1:
         raise ValueError(
             "finetune trains each network in one process: start it without torchrun and "
-            f"accelerate launch, and use --jobs; got {accelerator.num_processes} processes."
+            f"accelerate launch, and use --jobs; got {processes} processes."
         )
+    check_runs(precision, (), jobs)
 
 
 def _check_runs(tasks: Sequence[Task], source: PackedImages, state: pretrained.State) -> None:

@@ -18,12 +18,12 @@ from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.images import loop
+from geoparam_lab.training.images import loop, preparation
 from geoparam_lab.training.images.settings import Settings, list_tasks
-from geoparam_lab.training.processes import check_jobs, check_processes, make_accelerator
+from geoparam_lab.training.processes import check_runs
 from geoparam_lab.training.run_checkpoints import WEIGHTS
 from geoparam_lab.training.sweeps import Sweep, Work, load_once
-from geoparam_lab.training.tasks import Progress
+from geoparam_lab.training.tasks import Progress, Task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,11 +100,13 @@ def run(
     }
     sweep = Sweep(experiment, Settings, _AXES, list_tasks, _draw, unit="epoch")
     config = sweep.make_config(axes, settings)
-    list_tasks(config)  # raises where settings are wrong
+    tasks = list_tasks(config)  # raises where settings are wrong
 
     source = _load_images(experiment, data, size, workers)
     config["data"] = source.fingerprint
-    accelerator = _check_runs(config, source, jobs, storage)
+    runs = [task.settings for task in tasks]
+    accelerator = check_runs(config["precision"], runs, jobs, storage)
+    _check_runs(tasks, source, accelerator)
     kept = {loop.BOUNDARIES: ("boundaries", ".npy")}
     if keep_weights:
         kept[WEIGHTS] = ("weights", ".pt")
@@ -143,26 +145,17 @@ def _load_images(
     return ImageFolders(data, size, workers)
 
 
-def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) -> "Accelerator":
-    """Return the Accelerator of all runs.
-
-    Raises ValueError where a run could not begin: hours later, it would end the sweep.
-    """
-    from geoparam_lab.training.images import preparation
-
-    accelerator = make_accelerator(config["precision"])
+def _check_runs(tasks: Sequence[Task], source: Source, accelerator: "Accelerator") -> None:
+    """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
     place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     by_method = {}
-    for task in list_tasks(config):
+    for task in tasks:
         settings = task.settings
-        check_processes(accelerator, settings.precision, settings.batch_size, settings.accumulate)
         part = source.hold_out(settings.select) if settings.select else source
         part.train(settings.batch_size, seed=0, crop=settings.crop, **place)
         by_method[task.labels["method"]] = settings
     for settings in by_method.values():
         preparation.make_optimizer(settings, preparation.build(settings, source))
-    check_jobs(accelerator, jobs, storage)
-    return accelerator
 
 
 def _make_experiment(name: str, **fields: Any) -> Experiment:

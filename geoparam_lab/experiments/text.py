@@ -19,9 +19,9 @@ from geoparam_lab.data.texts import load_text
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Run
-from geoparam_lab.training import processes
+from geoparam_lab.training.processes import check_runs
 from geoparam_lab.training.sweeps import Sweep, Work, load_once
-from geoparam_lab.training.tasks import Progress, Task
+from geoparam_lab.training.tasks import Progress
 from geoparam_lab.training.text import loop, preparation
 from geoparam_lab.training.text.settings import (
     NUMBERS,
@@ -152,12 +152,15 @@ def run(
     text = load_text(data, validation)
     text.check_length(config["context"])
     config["data"] = text.fingerprint
-    is_main = _check_processes(tasks, jobs, storage)
+    runs = [task.settings for task in tasks]
+    accelerator = check_runs(preparation.find_precision(runs[0]), runs, jobs, storage)
+    for run_settings in {settings.method: settings for settings in runs}.values():
+        preparation.make_optimizer(run_settings, preparation.build(run_settings))  # may raise
     load = functools.partial(load_once, load_text, data, validation)
     return sweep.conduct(
         Work(Path(out), loop.train, load if jobs > 1 else lambda: text),
         config,
-        is_main=is_main,
+        is_main=accelerator.is_main_process,
         command=command,
         resume=resume,
         jobs=jobs,
@@ -170,18 +173,6 @@ def _draw(folder: Run) -> None:
     from geoparam_lab.experiments import text_figures
 
     text_figures.draw(folder)
-
-
-def _check_processes(tasks: Sequence[Task], jobs: int, storage: str | None) -> bool:
-    """Raise ValueError where a run could not begin; return whether this process leads."""
-    precision = preparation.find_precision(tasks[0].settings)
-    accelerator = processes.make_accelerator(precision)
-    for task in tasks:
-        processes.check_processes(accelerator, precision, task.settings.batch_size)
-    processes.check_jobs(accelerator, jobs, storage)
-    for settings in {task.settings.method: task.settings for task in tasks}.values():
-        preparation.make_optimizer(settings, preparation.build(settings))  # raises before all runs
-    return accelerator.is_main_process
 
 
 def _remark(config: Config) -> list[str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,14 +42,27 @@ def check_processes(
         )
 
 
-def check_jobs(accelerator: "Accelerator", jobs: int, storage: str | None) -> None:
-    """Raise ValueError where runs side by side are asked for together with other processes."""
+def check_runs(
+    precision: str, runs: Iterable[Any], jobs: int, storage: str | None = None
+) -> "Accelerator":
+    """Return the Accelerator of a sweep; raise ValueError where its processes do not fit.
+
+    Args:
+        precision: of all runs.
+        runs: their settings.
+        jobs: runs side by side.
+        storage: what machines share the runs through.
+    """
+    accelerator = make_accelerator(precision)
+    for settings in runs:
+        check_processes(accelerator, precision, settings.batch_size, settings.accumulate)
     processes = accelerator.num_processes
     if jobs > 1 and (processes > 1 or storage is not None):
         raise ValueError(
             "jobs are runs side by side on one GPU: use them without torchrun and without "
             f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
         )
+    return accelerator
 
 
 @contextlib.contextmanager
