@@ -23,6 +23,7 @@ from geoparam.conversion.verification import replace_checked
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear, is_trained
 from geoparam.model.graph import Graph
+from geoparam.model.norms import BatchNorm
 from geoparam.model.run import computes_as, refuse_non_model
 from geoparam.model.trace import record_run
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
@@ -248,7 +249,7 @@ def _restore_norm(removed: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor
     norm: Any = copy.deepcopy(removed.norm)
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
         norm.to_empty(device=bias.device)
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm):  # a frozen one counts no batches
+        if isinstance(norm, BatchNorm):  # a frozen one counts no batches
             norm.reset_running_stats()
     had_layers_type = norm.running_mean.dtype == removed.layer_type
     norm.to(bias.device, bias.dtype if had_layers_type else None)

@@ -19,6 +19,7 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.model.graph import Graph
+from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
 from geoparam.model.run import refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
@@ -29,7 +30,6 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
 Norm = Literal["imn", "fold"]
 
-CONSTANTS = {"weight", "bias", "running_mean", "running_var"}  # buffers of a frozen BatchNorm
 CALLS_NORM = "a norm is called in a layer's forward: use nn.Sequential(layer, norm, activation)"
 
 
@@ -374,12 +374,12 @@ class _Planner:
         if node is None or node.name is None:
             return None, ""
         norm = self.model.get_submodule(node.name)
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_constant(norm):
+        if not isinstance(norm, BatchNorm) and not is_constant(norm):
             return None, ""
 
         has_children = next(norm.children(), None) is not None
         reason = ""
-        if is_constant(norm) and not is_frozen_norm(norm):
+        if is_constant(norm) and not is_frozen_batch_norm(norm):
             reason = "it holds constants alone, which training does not change"
         elif isinstance(norm, nn.SyncBatchNorm) and self.request.norm == "imn":
             reason = "convert before convert_sync_batchnorm, and call synchronise_means_ after"
@@ -519,23 +519,12 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     if "forward" in vars(norm):
         return False
     kind = type(norm)
-    if kind is nn.SyncBatchNorm or is_frozen_norm(norm):
+    if kind is nn.SyncBatchNorm or is_frozen_batch_norm(norm):
         return True
     if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
         return True
-    base = nn.modules.batchnorm._BatchNorm
+    base = BatchNorm
     return kind.forward is base.forward and kind.__call__ is base.__call__
-
-
-def is_constant(norm: nn.Module) -> bool:
-    """Return whether it is a BatchNorm whose tensors are all buffers, by whatever name."""
-    return set(norm._buffers) >= CONSTANTS and not norm._parameters
-
-
-def is_frozen_norm(norm: nn.Module) -> bool:
-    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2."""
-    is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")
-    return is_named_so and is_constant(norm)
 
 
 def _explain_shared(graph: Graph, layer: str) -> str:

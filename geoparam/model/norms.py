@@ -19,6 +19,7 @@ from geoparam.norm import InputMeanNorm
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
+CONSTANTS = {"weight", "bias", "running_mean", "running_var"}  # buffers of a frozen BatchNorm
 CHANNEL_NORMS = (BatchNorm, InstanceNorm)  # divide each channel by a scale of its own
 NORMS = (*CHANNEL_NORMS, nn.LayerNorm, nn.GroupNorm)
 FUNCTIONS = (
@@ -45,10 +46,15 @@ class Moments(NamedTuple):
     deviation: Tensor
 
 
+def is_constant(norm: nn.Module) -> bool:
+    """Return whether it is a BatchNorm whose tensors are all buffers, by whatever name."""
+    return set(norm._buffers) >= CONSTANTS and not norm._parameters
+
+
 def is_frozen_batch_norm(norm: nn.Module) -> bool:
-    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2: constants alone."""
+    """Return whether it is FrozenBatchNorm2d, of torchvision or detectron2."""
     is_named_so = type(norm).__name__ == "FrozenBatchNorm2d" and hasattr(norm, "eps")
-    return is_named_so and set(norm._buffers) >= {"weight", "bias", "running_mean", "running_var"}
+    return is_named_so and is_constant(norm)
 
 
 def find_feature_dim(norm: Any, units: int, rank: int, positions: int) -> int | None:

@@ -6,16 +6,14 @@ from torch import Tensor, nn
 
 from geoparam.arguments import warn_user
 from geoparam.model.graph import Graph
+from geoparam.model.norms import CHANNEL_NORMS
 from geoparam.model.trace import output_layers
-from geoparam.model.unit_layers import UnitWeight
-
-CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+from geoparam.model.unit_layers import EMBEDDINGS, UnitWeight
 
 
 def find_embeddings(model: nn.Module) -> list[Tensor]:
     """Return the weights of embeddings."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return [m.weight for m in model.modules() if isinstance(m, kinds)]
+    return [m.weight for m in model.modules() if isinstance(m, EMBEDDINGS)]
 
 
 def is_router(model: nn.Module, layer: str) -> bool:
