@@ -47,6 +47,8 @@ def test_notebook_runs_in_a_few_steps(notebook: Path, monkeypatch: pytest.Monkey
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, cell in enumerate(read_blocks(notebook, r"\{code-cell\} ipython3"), start=1):
         exec(compile(cell, f"{notebook.name}, cell {number}", "exec"), namespace)
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    pyplot.close("all")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
