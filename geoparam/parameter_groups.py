@@ -30,7 +30,8 @@ def param_groups(
     r"""Return groups in which each parameter of `model` is once, with its rate and its decay.
 
     Directions (`latitude`, `unit`), r and lam are never decayed: decay would drag every unit to
-    one direction. Neither are biases and the parameters of normalization layers. All else is.
+    one direction. Neither are biases and the parameters of normalization layers. All other
+    parameters are.
 
     With `match="plain"` a first step at `lr` moves W = r u and b = r lam as it would move a plain
     layer's. A layer whose scales have mean R and whose angles have mean metric g gets the rates

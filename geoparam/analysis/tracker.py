@@ -67,7 +67,7 @@ class BoundaryTracker:
 
     Args:
         model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
-        every: Record after so many steps.
+        every: Record every this many steps.
         layers: Names of layers, or a function of module and name; all by default.
         probe: A batch as the model takes it: a tensor, a tuple, or a mapping of keywords.
         keep: "summary", or "full" for every unit.

@@ -37,8 +37,8 @@ def watch(
             `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers), or the
             path of a .csv file.
         quantities: Names of what to record, as "rotation_rms" or "rotation"; all by default.
-        every: Record after so many steps.
-        options: Others of `BoundaryTracker`.
+        every: Record every this many steps.
+        options: Further options of `BoundaryTracker`.
 
     Example:
         >>> import torch

@@ -38,9 +38,9 @@ class GeometricOptimizer(Optimizer):
     model is not touched otherwise. With `match=False, scale="free"` this is the training of the
     converted model (`convert_`), to rounding.
 
-    A step is whole or not there: weights, biases and masters are written at its end. An error or a
-    signal before leaves them as they were; parameters of the rest and moments have torch's own
-    guarantee, which is none.
+    Steps are atomic for weights with units: they, their biases and masters are written at the end
+    of a step, and an error or a signal before that leaves them as they were. As in torch, other
+    parameters and the moments are not protected.
 
     Args:
         model: any model with layers of torch.nn, or transformers' Conv1D and experts.
@@ -443,7 +443,7 @@ class GeometricOptimizer(Optimizer):
             yield f"lr of r {rate * group['scale_ratio']:g}"
         yield from _describe_momentum(group, self._rest.defaults)
         if any(p.ndim > 1 for p in group["params"]):
-            yield f"decay {group['weight_decay']:g} on matrices that are no units"
+            yield f"decay {group['weight_decay']:g} on other matrices"
         if group["scale_decay"]:
             yield f"decay {group['scale_decay']:g} on r"
 

@@ -109,7 +109,7 @@ def find_units(
 
 
 def _describe_owner(model: nn.Module, name: str) -> str:
-    """Return why a parameter of a module that is no known layer stays plain."""
+    """Return why a parameter of an unrecognised module stays plain."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and name.endswith("weight"):
         return "an embedding"

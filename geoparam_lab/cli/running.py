@@ -57,7 +57,7 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `geoparam table | head`: nobody reads on
+    except BrokenPipeError:  # as of `geoparam table | head`: the reader has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         raise SystemExit(1) from None
     except KeyboardInterrupt:

@@ -49,7 +49,7 @@ def test_printing_says_who_steps_what_and_how_far() -> None:
     expected = "group 0: directions (intrinsic) by Muon, turn 2.4 degrees at lr 0.02, max_turn 9"
     assert expected in units and "momentum 0.95" in units and "no decay" in units
     assert "by AdamW, lr 0.02, lr of r 0.001, betas (0.9, 0.999)" in rest
-    assert "decay 0.1 on matrices that are no units" in rest
+    assert "decay 0.1 on other matrices" in rest
 
 
 def test_printing_names_the_present_rate_and_the_decay_of_r() -> None:
@@ -214,7 +214,7 @@ def test_the_most_specific_split_counts() -> None:
     assert table["a.0.weight"].endswith("4 layers") and table["b.0.weight"].endswith("2 layers")
 
 
-def test_a_3d_parameter_that_nobody_knows_hints_at_stacks() -> None:
+def test_the_table_mentions_stacks_for_an_unknown_3d_parameter() -> None:
     model = nn.Sequential(mlp(), nn.Module())
     model[1].w = nn.Parameter(torch.ones(2, 3, 4))
     assert find_table(build(model))["1.w"].endswith("known layer; experts? Then give stacks=")

@@ -1,4 +1,4 @@
-"""A step is whole or not there: an error or a signal in it leaves no weight in between."""
+"""Steps are atomic: an error or a signal in one leaves no weight half written."""
 
 import sys
 from types import FrameType
