@@ -230,12 +230,12 @@ class History(Mapping[str, LayerHistory]):
         from geoparam import plots
 
         values = self.table(quantity)
+        if not values.size:
+            raise ValueError("there are no records to draw yet: take a step first.")
         options: dict[str, Any] = {"label": quantity, "log": quantity.startswith("rotation_")}
         if quantity == "dead" and "units" in self.quantities:
             values = values / self.table("units")
-            most = max(
-                0.01, np.nanmax(values, initial=0)
-            )  # 1 unit of 1,000 must not look like all
+            most = max(0.01, np.nanmax(values, initial=0))  # 1 of 1,000 must not look like all
             options = {"label": "share of dead units", "limits": (0, most)}
         return plots.layer_heatmap(
             values, layers=self.layers, steps=self.steps, ax=axes, **options

@@ -51,10 +51,7 @@ class CSVLog:
     ) -> None:
         self.path = Path(path)
         self._columns = ["step", "layer", *quantities]
-        if self.path.exists() and not resume:
-            raise FileExistsError(
-                f"{self.path} exists. Go on with it by resume=True, or give another."
-            )
+        _refuse_existing(self.path, resume)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self._read() if self.path.exists() else []
         if not rows:
@@ -95,13 +92,19 @@ def open_log(log: Any, quantities: Sequence[str], resume: bool) -> ScalarLog | C
     return ScalarLog(_find_sender(log), quantities)
 
 
-def check_log(log: Any) -> None:
-    """Refuse what is neither a writer nor the path of a CSV file."""
+def check_log(log: Any, resume: bool) -> None:
+    """Refuse what is neither a writer nor the path of a CSV file that is new or goes on."""
     if isinstance(log, str | os.PathLike):
         if Path(log).suffix != ".csv":
             raise ValueError(WRONG_LOG.format(repr(os.fspath(log))))
+        _refuse_existing(Path(log), resume)
     elif log is not None:
         _find_sender(log)
+
+
+def _refuse_existing(path: Path, resume: bool) -> None:
+    if path.exists() and not resume:
+        raise FileExistsError(f"{path} exists. Go on with it by resume=True, or give another.")
 
 
 def _find_sender(log: Any) -> Callable[[Scalars, int], None]:

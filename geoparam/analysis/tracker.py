@@ -121,7 +121,7 @@ class BoundaryTracker:
         _check_model(model)
         for inputs in (probe, example_inputs):
             check_batch(inputs)
-        check_log(log)
+        check_log(log, resume)
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
         self.quantities, self._logged = choose_quantities(quantities)

@@ -241,3 +241,19 @@ def test_an_optimizer_of_another_model_is_warned_of() -> None:
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="has none of the model's parameters"):
         gp.watch(model, optimizer)
+
+
+def test_a_csv_file_that_exists_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text("step,layer\n")
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        gp.watch(model, optimizer, log=path)
+
+
+def test_a_heatmap_without_records_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    tracker = gp.BoundaryTracker(model, probe=torch.ones(4, 2))
+    with pytest.raises(ValueError, match="no records"):
+        tracker.history.heatmap("dead")
