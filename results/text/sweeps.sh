@@ -2,10 +2,10 @@
 # The sweeps behind docs/transformers.md: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
 #   transfer      one turn at all widths, depths, lengths and batch sizes
-#   transfer-8000 the same for 8,000 steps
-#   rivals-64 rivals-256 rivals-1024    grids of five optimizers at one width
-#   tuned-384 tuned-768    five optimizers with 12 tries each: a grid of 8, then 4 around the best,
-#                          then three seeds of the best (10 and 42 million parameters)
+#   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
+#   near-WIDTH    four more tries for each, around its best of the eight
+#   best-WIDTH    three seeds of each one's best
+#   rivals-WIDTH  the same eight tries each in 500 steps
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
@@ -26,7 +26,7 @@ run() { # NAME OPTIONS...
   local name=$1
   shift
   train text python-train.txt.xz "$name" --validation "$data/python-val.txt.xz" \
-    --batch-sizes 64 "$@"
+    --batch-sizes 64 --compile "$@"
 }
 
 grid=( # eight tries each
@@ -37,30 +37,34 @@ grid=( # eight tries each
   --method adamw:lr=1e-3,2e-3,4e-3,8e-3:decay=0.1,0.5
 )
 
-choose() { # NAME: set `best` to the best setting of every method, `near` to four around each
-  mapfile -t best < <(python3 results/text/best.py "$out/$1" best)
-  mapfile -t near < <(python3 results/text/best.py "$out/$1" near)
-  best=("${best[@]/#/--method=}")
-  near=("${near[@]/#/--method=}")
+choose() { # NAME WHICH: set `chosen` to each method's best setting, or to four near it
+  mapfile -t chosen < <(python3 results/text/best.py "$out/$1" "$2")
+  chosen=("${chosen[@]/#/--method=}")
+}
+
+tuned() { # WIDTH OPTIONS...
+  local width=$1
+  shift
+  run "text-$width" --widths "$width" --depths 6 --steps 2000 "$@"
 }
 
 for part in "$@"; do
+  width=${part#*-}
   case $part in
     transfer)
       run text-transfer --one-factor --widths 256,64,1024 --depths 6,3,12,24 --steps 500,2000 \
-        --batch-sizes 64,32,256 --methods turn --turns 0.6,1.2,1.7,2.4,3.4,4.8 ;;
-    transfer-8000)
-      run text-transfer-8000 --widths 256 --depths 6 --steps 8000 --methods turn \
-        --turns 0.6,1.2,1.7,2.4,3.4 ;;
+        --batch-sizes 64,32,256 --methods turn --turns 1.2,1.7,2.4,3.4,4.8
+      run text-transfer --widths 256 --depths 6 --steps 2000,8000 --methods turn \
+        --turns 0.6,1.2,1.7,2.4 ;;
+    grid-*) tuned "$width" --seeds 1 "${grid[@]}" ;;
+    near-*)
+      choose "text-$width" near
+      tuned "$width" --seeds 1 "${chosen[@]}" ;;
+    best-*)
+      choose "text-$width" best
+      tuned "$width" --seeds 3 "${chosen[@]}" ;;
     rivals-*)
-      run "text-$part" --widths "${part#rivals-}" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
-    tuned-*)
-      size=(--widths "${part#tuned-}" --depths 6 --steps 2000)
-      run "text-$part" "${size[@]}" --seeds 1 "${grid[@]}"
-      choose "text-$part"
-      run "text-$part" "${size[@]}" --seeds 1 "${near[@]}"
-      choose "text-$part"
-      run "text-$part" "${size[@]}" --seeds 3 "${best[@]}" ;;
+      run text-rivals --widths "$width" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
     recipe)
       run text-recipe --widths 384 --depths 6 --steps 2000 --seeds 1 \
         --method turn:turn=1.7,2.4,3.4:schedule=linear,cosine,power,hold \
