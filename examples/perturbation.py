@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
+from geoparam import sphere
+from geoparam.analysis import layer_boundaries
 from geoparam_lab import plots
-from geoparam_lab.parameter_steps import read_stored, respond
 
 
 def build() -> dict[str, nn.Module]:
@@ -36,15 +37,17 @@ def build() -> dict[str, nn.Module]:
     }
 
 
-def draw_noise(layer: nn.Module, deviation: float) -> dict[str, torch.Tensor]:
-    """Return Gaussian steps of all that a layer stores but r, the same draws for every layer."""
+@torch.no_grad()
+def turn(layer: nn.Module, deviation: float) -> torch.Tensor:
+    """Return by how many degrees the boundaries turn under the noise; r is left alone."""
     generator = torch.Generator().manual_seed(0)
-    steps = {}
-    for role, parameter in read_stored(layer).items():
-        if role != "scale":
-            draws = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            steps[role] = deviation * draws
-    return steps
+    moved = copy.deepcopy(layer).double()
+    for name, parameter in moved.named_parameters():
+        if name != "r":
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += deviation * noise
+    before, after = layer_boundaries(layer), layer_boundaries(moved)
+    return sphere.angle_between(before.direction, after.direction).rad2deg()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,9 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     figure, axes = plots.new_figure(1, 2, size=(11, 4.5))
     for name, layer in build().items():
-        turns = []
-        for delta in deltas:
-            turns.append(respond(layer, draw_noise(layer, delta)).rotation)
+        turns = [turn(layer, delta) for delta in deltas]
         style = plots.method_style(name).line
         for ax, find in zip(axes[0], (torch.max, torch.median), strict=True):
             ax.plot(deltas, [find(turn) for turn in turns], **style, label=name)

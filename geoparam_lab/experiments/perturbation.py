@@ -7,7 +7,7 @@ The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several w
     sp           (w, b)
     wn           (v, l, b) with v = w, l = ||w||
     bn           (w, gamma, beta) with gamma = ||w||, beta = b, on whitened data: there BN is WN,
-                 with gamma for l and beta for b (a test of `parameter_steps`)
+                 with gamma for l and beta for b (tests/lab/test_parameter_steps.py)
     ln           (w, b) of one of 100 units like it, the others and LN's own parameters (1 and 0)
                  left alone: there LN's unit is SP's, less the mean of the other 99
     in, gn       (w, b) before instance or group norm. Their means over positions give each image
@@ -22,7 +22,9 @@ all units share cancels: it turns none of them.)
 
 **The reversal.** The papers' propositions 2.3 to 2.5 add -(1 + delta) w to w alone: what is left
 is -delta w, so that the unit points the other way. v2 says the same of IN, GN and SN. GmP stores
-no w; its step has the same length, in the worst direction (`parameter_steps`).
+no w; its step has the same length, in the worst direction. Of an angle that is either one: the
+unit turns by the full length. For an intrinsic d it is the tangent from the origin to the circle
+of that radius around d: the unit turns by arcsin of the length, which is below 1 here.
 
 **The papers' unit.** numpy's legacy seed 1, w drawn first, then b: w = (1.62, -0.61) / 1000,
 b = -0.53 / 1000, as in the notebook that the papers' code has for this figure. That notebook takes
@@ -47,7 +49,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis import layer_boundaries
+from geoparam import sphere
+from geoparam.analysis import Boundaries, layer_boundaries
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
@@ -59,14 +62,6 @@ from geoparam_lab.experiments.experiment import (
 )
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
-from geoparam_lab.parameter_steps import (
-    DELTAS,
-    Response,
-    Steps,
-    make_constant_steps,
-    make_reversing_steps,
-    respond,
-)
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
 
@@ -79,6 +74,7 @@ Array = np.ndarray
 SEED = 1  # the papers'
 METHODS = ("sp", "wn", "bn", "in", "gn", "sn", "ln", "gmp", "intrinsic")
 WITHOUT_LINE = ("in", "gn")
+DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)
 OTHERS = 99  # units in a layer under LN and SN, besides the one
 SIZE = 0.001
 VIEW = (-2.0, 2.0)
@@ -141,17 +137,22 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
     """
     check_names("a method", METHODS, method)
     papers, many = draw_units([SEED]), draw_units(range(seeds))
-    moved = [step(method, papers, make_constant_steps, delta) for delta in DELTAS]
-    reversed_ = [step(method, papers, make_reversing_steps, delta) for delta in DELTAS]
-    others = [step(method, many, make_constant_steps, delta) for delta in DELTAS]
-    places = [layer_boundaries(build(method, papers)), *(response.after for response in moved)]
+    before, *moved = [move_units(method, papers, shift, delta) for delta in (0.0, *DELTAS)]
+    before_many, *others = [move_units(method, many, shift, delta) for delta in (0.0, *DELTAS)]
+    reversed_ = [move_units(method, papers, reverse, delta) for delta in DELTAS]
+    places = [before, *moved]
     return Turns(
         directions=np.concatenate([place.direction for place in places]),
         lams=np.concatenate([place.distance for place in places]),
-        rotation=np.concatenate([response.rotation for response in moved]),
-        rotations=np.stack([response.rotation for response in others]),
-        reversal=np.concatenate([response.rotation for response in reversed_]),
+        rotation=np.concatenate([find_turns(before, after) for after in moved]),
+        rotations=np.stack([find_turns(before_many, after) for after in others]),
+        reversal=np.concatenate([find_turns(before, after) for after in reversed_]),
     )
+
+
+def find_turns(before: Boundaries, after: Boundaries) -> torch.Tensor:
+    """Return the angles between boundaries, in degrees."""
+    return sphere.angle_between(before.direction, after.direction).rad2deg()
 
 
 def draw_units(seeds: Iterable[int]) -> torch.Tensor:
@@ -160,23 +161,56 @@ def draw_units(seeds: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.stack(draws))
 
 
-def step(
+@torch.no_grad()
+def move_units(
     method: str,
     units: torch.Tensor,
-    make_steps: Callable[[nn.Module, float], Steps],
+    move: Callable[[Any, float], None],
     delta: float,
-) -> Response:
-    """Return how the first unit of each layer answers to a step of its stored parameters."""
-    layer = build(method, units)
-    steps = dict(make_steps(layer, delta))
-    if method == "sn":
-        # The line is w x + s (b / s) = 0, and a step of the row changes s.
-        weights, b = units[..., :2], units[:, 0, 2]
-        moved = weights.clone()
-        moved[:, 0] += steps["direction"]
-        s, moved_s = (torch.linalg.matrix_norm(rows, ord=2) for rows in (weights, moved))
-        steps["offset"] = moved_s * (b / s + steps.get("offset", 0.0)) - b
-    return respond(layer, steps)
+) -> Boundaries:
+    """Return the boundaries of the first unit of each layer after a move of what is stored."""
+    layer: Any = build(method, units)
+    if method != "sn":
+        move(layer, delta)
+        return layer_boundaries(layer)
+
+    # The line is w x + s (b / s) = 0, and a step of the row changes s.
+    layer.bias /= _find_spectral_norms(layer, units)
+    move(layer, delta)
+    layer.bias *= _find_spectral_norms(layer, units)
+    return layer_boundaries(layer)
+
+
+def _find_spectral_norms(layer: Any, units: torch.Tensor) -> torch.Tensor:
+    """Return the norms of the layers whose first unit has the weights of this layer's rows."""
+    rows = units[..., :2].clone()
+    rows[:, 0] = layer.weight
+    return torch.linalg.matrix_norm(rows, ord=2)
+
+
+def shift(layer: Any, delta: float) -> None:
+    """Add delta to every stored parameter but r, in place."""
+    for name, parameter in layer.named_parameters():
+        if name == "latitude":  # pi/2 - theta
+            parameter -= delta
+        elif name != "r":
+            parameter += delta
+
+
+def reverse(layer: Any, delta: float) -> None:
+    """Add -(1 + delta) w to w, or to v; under GmP take the worst step of that length."""
+    stored = dict(layer.named_parameters())
+    if not isinstance(layer, gp.GmPLayer):
+        w = stored.get("parametrizations.weight.original1", layer.weight)
+        w -= (1 + delta) * w
+        return
+    length = (1 + delta) * layer.r[:, None]
+    if "latitude" in stored:
+        stored["latitude"] -= length
+        return
+    u = stored["unit"]
+    across = torch.stack([-u[:, 1], u[:, 0]], dim=1)
+    u += length * ((1 - length.square()).sqrt() * across - length * u)
 
 
 def build(method: str, units: torch.Tensor) -> nn.Module:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam_lab.experiments.perturbation import METHODS, Turns, perturb, run
-from geoparam_lab.parameter_steps import DELTAS
+from geoparam_lab.experiments.perturbation import DELTAS, METHODS, Turns, perturb, run
 from geoparam_lab.run_folder import Run
 
 
