@@ -27,6 +27,8 @@ include_patterns = [
 ]
 exclude_patterns = [".venv", ".git", "build", "dist", "demo", "results/runs", "tests", "geoparam*"]
 
+highlight_language = "none"  # blocks without a language are commands, output and formulas
+
 html_theme = "furo"
 html_title = f"geoparam {release}"
 html_static_path = ["static"]
