@@ -45,7 +45,7 @@ def command(
     with explain_end(out):
         refuse_overwrite(out / "report.html", force, report.MARK)
         size = {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs})
-        console = Console()
+        console = Console(highlight=False)  # words such as None are words here
         console.print(BEGINNING)
         units = _run("perturbation", out, resume)
         lines = _run("levy", out, resume, jobs, **size)

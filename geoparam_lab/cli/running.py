@@ -61,7 +61,7 @@ def explain_end(out: Path | None = None) -> Iterator[None]:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         message = "\nInterrupted."
-        if out is not None:
+        if out is not None and out.exists():
             command = format_command([word for word in sys.argv if word != "--resume"])
             message += f" What is finished is in {out}. Continue with:\n  {command} --resume"
         print(message, file=sys.stderr)

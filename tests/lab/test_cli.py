@@ -191,6 +191,8 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     replace_run(monkeypatch, "levy", Mock(side_effect=KeyboardInterrupt))
     out = tmp_path / "my run"
+    assert geoparam("run", "levy", "--out", out) == (130, "", "\nInterrupted.\n")
+    out.mkdir()
     status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
     assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
 
