@@ -18,16 +18,27 @@ EXTRAS = {
     "vision": ("torchvision",),
     "hf": ("transformers",),
 }
+WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 INSTALL = {name: f"'geoparam[{extra}]'" for extra, names in EXTRAS.items() for name in names}
 
 
 def main() -> None:
-    """Run the command line; name an extra that is missing, and end quietly after Ctrl-C."""
+    """Run the command line. Errors are a sentence on standard error and an exit status.
+
+    2: what was asked for cannot be done as it was asked, as for options that do not exist. 1: it
+    failed on the way. 130: Ctrl-C.
+    """
     try:
         app()(prog_name="geoparam")
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
+    except (ValueError, *WRONG_PATH) as error:
+        _say(error)
+        sys.exit(2)
+    except OSError as error:
+        _say(error)
+        sys.exit(1)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if "pip install" in str(error):  # the message is more exact than ours
@@ -35,6 +46,12 @@ def main() -> None:
         if package not in INSTALL:
             raise
         sys.exit(f"This command needs {package}. Install it with: pip install {INSTALL[package]}")
+
+
+def _say(error: Exception) -> None:
+    from geoparam.storage import printable  # imports torch
+
+    print(printable(str(error)), file=sys.stderr)
 
 
 def app() -> "Typer":

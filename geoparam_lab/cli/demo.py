@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer import Option
 
 from geoparam_lab import experiments
-from geoparam_lab.cli.running import Force, explain_errors, progress
+from geoparam_lab.cli.running import Force, explain_end, progress
 
 if TYPE_CHECKING:
     from geoparam_lab.run_folder import Run
@@ -42,10 +42,10 @@ def command(
     from geoparam.storage import refuse_overwrite
     from geoparam_lab import report
 
-    with explain_errors(out):
+    with explain_end(out):
         refuse_overwrite(out / "report.html", force, report.MARK)
         size = {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs})
-        console = Console()
+        console = Console(highlight=False)  # words such as None are words here
         console.print(BEGINNING)
         units = _run("perturbation", out, resume)
         lines = _run("levy", out, resume, jobs, **size)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from geoparam_lab.cli.running import Force, explain_errors
+from geoparam_lab.cli.running import Force, explain_end
 
 if TYPE_CHECKING:
     from geoparam_lab.run_folder import Run
@@ -29,7 +29,7 @@ def table(
     from geoparam.storage import printable, refuse_overwrite, replacing
     from geoparam_lab.tables import tables
 
-    with explain_errors():
+    with explain_end():
         if out is not None:
             refuse_overwrite(out, force)
         readable, problems = open_runs(runs)
@@ -52,7 +52,7 @@ def report(
     from geoparam_lab import report as pages
     from geoparam_lab.session import format_command
 
-    with explain_errors():
+    with explain_end():
         refuse_overwrite(out, force, pages.MARK)
         readable, problems = open_runs(runs)
         path = pages.write(readable, out, format_command(sys.argv))

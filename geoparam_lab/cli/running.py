@@ -1,4 +1,4 @@
-"""What every long command shares: a bar with the time left, errors in words, Ctrl-C."""
+"""What every long command shares: a bar with the time left, Ctrl-C, a reader that has stopped."""
 
 import contextlib
 import os
@@ -49,9 +49,8 @@ def progress(leads: bool = True) -> Iterator["Report | None"]:
 
 
 @contextlib.contextmanager
-def explain_errors(out: Path | None = None) -> Iterator[None]:
-    """Print what went wrong without a traceback; after Ctrl-C, how to continue `out`."""
-    from geoparam.storage import printable
+def explain_end(out: Path | None = None) -> Iterator[None]:
+    """After Ctrl-C, say how to continue `out`; end quietly where nobody reads what is printed."""
     from geoparam_lab.session import format_command
 
     try:
@@ -62,13 +61,11 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         message = "\nInterrupted."
-        if out is not None:
+        if out is not None and out.exists():
             command = format_command([word for word in sys.argv if word != "--resume"])
             message += f" What is finished is in {out}. Continue with:\n  {command} --resume"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
-    except (ValueError, OSError) as error:
-        raise SystemExit(printable(f"{error}")) from error
 
 
 def read_list(option: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:

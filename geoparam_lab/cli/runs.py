@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from geoparam_lab import experiments
 from geoparam_lab.cli import options
-from geoparam_lab.cli.running import explain_errors, progress, read_list
+from geoparam_lab.cli.running import explain_end, progress, read_list
 
 if TYPE_CHECKING:
     from geoparam_lab.experiments.experiment import Experiment
@@ -72,7 +72,7 @@ def make_command(name: str) -> Any:
     description = options.describe_command(name)
 
     def command(out: Path, resume: bool, **typed: Any) -> None:
-        with explain_errors(out):
+        with explain_end(out):
             arguments = {}
             for option, value in typed.items():
                 kind = description["options"][option]["kind"]

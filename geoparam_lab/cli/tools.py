@@ -27,8 +27,9 @@ def fold(
 
     try:
         fold_file(checkpoint, out, like=like, force=force)
-    except (ValueError, OSError) as error:
-        sys.exit(printable(f"Nothing written. {error}"))
+    except (ValueError, OSError):
+        print("Nothing written. ", end="", file=sys.stderr)
+        raise
     if like is None:
         print("Weights are matrices (out, in). If a layer is a convolution, give --like.")
     print(printable(f"The plain checkpoint is {out}, {out.stat().st_size / 1e6:,.1f} MB."))
@@ -49,7 +50,7 @@ def bench(
         (folder for folder in folders if (folder / "benchmarks/__init__.py").exists()), None
     )
     if root is None:
-        sys.exit(
+        raise FileNotFoundError(
             "The benchmarks are in geoparam's repository, not in the installed package. They need "
             "a checkout of it: in its folder, pip install -e '.[dev]', then python -m "
             "benchmarks.NAME"
@@ -59,7 +60,7 @@ def bench(
         print("\n".join(f"{benchmark:12} {line}" for benchmark, line in benchmarks.items()))
         return
     if name not in benchmarks:
-        sys.exit(f"a benchmark is one of {', '.join(benchmarks)}; got {name!r}.")
+        raise ValueError(f"a benchmark is one of {', '.join(benchmarks)}; got {name!r}.")
     command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
     raise SystemExit(subprocess.run(command, cwd=root).returncode)
 

@@ -30,7 +30,7 @@ from geoparam_lab.training.images.loop import Training
 
 
 class Told(NamedTuple):
-    """How a command ended: its status or message, and what it printed."""
+    """How a command ended: its status, and what it printed."""
 
     status: Any
     out: str
@@ -72,7 +72,7 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     monkeypatch.setattr(toys, "train", None)
     assert geoparam(*short).status == 0
     assert Run.open(out / "levy").sessions()[-1]["command"].endswith("/levy --resume")
-    assert "--resume" in geoparam(*short, "--no-resume").status
+    assert "--resume" in geoparam(*short, "--no-resume").err
     commands = [Run.open(path).info["command"] for path in out.glob("[lb]*")]
     assert sorted(command.split(" --out")[0] for command in commands) == [
         "geoparam run banana --seeds 1 --epochs 2 --source generated",
@@ -116,7 +116,8 @@ def test_mistakes_are_told_without_a_traceback(
     command: str, message: str, tmp_path: Path, geoparam: Geoparam
 ) -> None:
     told = geoparam("run", *command.split(), "--out", tmp_path / "run")
-    assert message in told.status and not (tmp_path / "run").exists()
+    assert message in told.err and told.err.count("\n") == 1 and told.status == 2
+    assert not (tmp_path / "run").exists()
 
 
 def replace_run(
@@ -190,8 +191,18 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     replace_run(monkeypatch, "levy", Mock(side_effect=KeyboardInterrupt))
     out = tmp_path / "my run"
+    assert geoparam("run", "levy", "--out", out) == (130, "", "\nInterrupted.\n")
+    out.mkdir()
     status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
     assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
+
+
+def test_a_failure_on_the_way_has_another_status_than_a_mistake(
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_run(monkeypatch, "levy", Mock(side_effect=OSError(28, "No space left on device")))
+    status, _, told = geoparam("run", "levy", "--out", tmp_path)
+    assert status == 1 and told == "[Errno 28] No space left on device\n"
 
 
 SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
@@ -303,7 +314,8 @@ def test_table_prints_or_writes(finished: Path, tmp_path: Path, geoparam: Geopar
     out = tmp_path / "sub" / "table.md"
     assert geoparam("table", finished, "--out", out) == (0, "", "")
     assert "| SP " in out.read_text()
-    assert "does not exist" in geoparam("table", tmp_path / "nothing").status
+    told = geoparam("table", tmp_path / "nothing")
+    assert "does not exist" in told.err and told.status == 2
 
 
 def test_report_writes_one_page_of_a_folder_of_runs(
@@ -345,10 +357,10 @@ def test_bench_lists_runs_and_refuses(
     assert "weight" in listed and "timing" not in listed
     status, _, errors = geoparam("bench", "turns", "--steps", "few")
     assert status == 2 and "invalid int value: 'few'" in errors
-    assert "one of conversion" in geoparam("bench", "fast").status
+    assert "one of conversion" in geoparam("bench", "fast").err
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tools, "__file__", str(tmp_path / "a" / "b" / "c" / "tools.py"))
-    told = geoparam("bench").status
+    told = geoparam("bench").err
     assert "a checkout" in told and "pip install" in told and "python -m" in told
 
 
@@ -428,15 +440,15 @@ def test_nothing_is_written_over_unasked(
     path = tmp_path / name
     path.write_text("precious")
     arguments = (command, finished, "--out", path)
-    assert "--force" in geoparam(*arguments).status and path.read_text() == "precious"
+    assert "--force" in geoparam(*arguments).err and path.read_text() == "precious"
     assert geoparam(*arguments, "--force").status == 0 and path.read_text() != "precious"
-    again = geoparam(*arguments).status  # a page of ours may be written anew
-    assert again == 0 if command == "report" else "--force" in again
+    again = geoparam(*arguments)  # a page of ours may be written anew
+    assert again.status == 0 if command == "report" else "--force" in again.err
 
 
 def test_demo_leaves_a_page_that_is_not_its_own(tmp_path: Path, geoparam: Geoparam) -> None:
     (tmp_path / "report.html").write_text("precious")
-    assert "--force" in geoparam("demo", "--out", tmp_path).status
+    assert "--force" in geoparam("demo", "--out", tmp_path).err
     assert (tmp_path / "report.html").read_text() == "precious"
 
 
@@ -448,8 +460,9 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
         ((gmp_file, tmp_path / "plain.pt"), "NAME.safetensors"),
         ((gmp_file, out, "--like", gmp_file), "not a plain model"),
     ):
-        message = geoparam("fold", *arguments).status
-        assert message.startswith("Nothing written.") and reason in message
+        told = geoparam("fold", *arguments)
+        assert told.err.startswith("Nothing written. ") and reason in told.err
+        assert told.status == 2
     assert not out.exists()
 
 
