@@ -1,6 +1,6 @@
 """What GeometricOptimizer costs over its base on the same plain model, and beside torch's Muon.
 
-    python -m benchmarks.optimizer [--device cuda|cpu] [--steps 40]
+    python -m benchmarks.optimizer [--device cuda|cpu] [--steps 20]
         [--batches 2,8,32,128,256] [--modes eager,compiled]
 
 First the optimizer's step alone, for a ResNet, a GPT (124 million parameters on a GPU, width 256

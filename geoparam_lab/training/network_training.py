@@ -70,7 +70,8 @@ class NetworkTraining:
         self.model: Any = accelerator.unwrap_model(self.wrapped_model, keep_fp32_wrapper=True)
         if settings.compile:
             torch.compiler.reset()  # torch compiles eight variants and no more, some per network
-            self.wrapped_model.compile()
+            for part in self.list_compiled():
+                part.compile()
 
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.factor = 1.0  # of all rates
@@ -93,6 +94,10 @@ class NetworkTraining:
     def step_size(self) -> int:
         """How many images or bytes there are in a step."""
         raise NotImplementedError
+
+    def list_compiled(self) -> Iterable[nn.Module]:
+        """Return the modules that are compiled, each by itself."""
+        return [self.wrapped_model]
 
     def load_part(self) -> Iterable[tuple[Tensor, ...]]:
         """Return the batches of the next part."""

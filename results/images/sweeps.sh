@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# The sweeps behind results/images: every run of one part, which goes on where it was cut off.
+# The sweeps behind results/images and docs/pretrained.md: every run of some parts, which goes on
+# where it was cut off. Start it in the repository's folder.
 #   sweeps.sh DATA OUT PART...
 #   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair
 #   table2 table2-90 table3, bn-rate (the rate 0.3 under the papers' schedule),
-#   schedules-1024 schedules-256    BN, GmP+IMN, WN+MBN over the papers' six rates under v2's steps
-#                                   and v1's plateau, each with and without warmup
-#   start-1024                      GmP+IMN from the text's start and the released code's, or, each
-#   after its fair sweep,
+#   schedules-BATCH   BN, GmP+IMN, WN+MBN over the papers' six rates under v2's steps and v1's
+#                     plateau, each with and without warmup; batches of 1024 or 256
+#   schedules-BATCH-SCHEDULE   one of the four: steps, steps-warmup, plateau, plateau-warmup
+#   start-1024        GmP+IMN from the text's start and the released code's
+#   finetune-BATCH    a pretrained MobileNetV2 without its BatchNorm; batches of 1, 2, 8, 32
+#   finetune-cost     the same for 200 steps, one network after the other, for time and memory, or,
+#   each after its fair sweep,
 #   vgg6-why resnet18-why           what could help input means, by one option each
 #   vgg6-tracked resnet18-tracked   the boundaries of three methods in training
 #   resnet18-optimizers-tracked     the same for SGD, Muon with decay and `turn`, or
@@ -14,18 +18,26 @@
 #   long-NAME   for 18 epochs: the EACH (1) best settings of every method, the first BEST (4) of them
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
 # Settings are chosen from what OUT holds: each folder's sessions.jsonl has what was run when.
-# DATA holds train_data_batch_*.npz and val_data.npz. JOBS=6 trains six networks side by side: with
+# DATA holds train_data_batch_*.npz and val_data.npz (for finetune: of CIFAR-100), and WEIGHTS is
+# torchvision's MobileNetV2 as a safetensors file. OPTIONS are added to every command, after its
+# own. JOBS=6 trains six networks side by side: with
 # CUDA's MPS (nvidia-cuda-mps-control -d) an H200 does 180,000 images a second of VGG-6 then, and
 # 85,000 of ResNet-18.
 set -euo pipefail
 data=$1 out=$2
 shift 2
 
-run() { # NAME OPTIONS...
-  local name=$1
-  shift
-  python3 -m geoparam run imagenet32 --data "$data" --out "$out/$name" --resume \
-    --jobs "${JOBS:-1}" "$@"
+train() { # EXPERIMENT NAME OPTIONS...
+  local experiment=$1 name=$2
+  shift 2
+  python3 -m geoparam run "$experiment" --data "$data" --out "$out/$name" --resume \
+    --jobs "${JOBS:-1}" "$@" ${OPTIONS:-}
+}
+
+run() { train imagenet32 "$@"; } # NAME OPTIONS...
+
+finetune() { # NAME OPTIONS...
+  train finetune "$1" --weights "$WEIGHTS" "${@:2}"
 }
 
 # 10 % of the training images choose among a method's tries.
@@ -90,17 +102,23 @@ table2=("${table[@]}" --methods "bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,i
 
 # The papers' rates under one schedule, chosen on a tenth of the training images; then three seeds.
 # Of 18 epochs 5 and 10 of 90 would be 1 and 2: the plateau has a patience of 2 and ends after 4.
-schedules() { # BATCH NAME SCHEDULE WARMUP
-  local name=table2-$1-$2 epochs=18 patience=()
+schedules() { # BATCH SCHEDULE
+  local name=table2-$1-$2 epochs=18 common
   [ "$1" = 256 ] && epochs=12
-  [[ $3 = plateau* ]] && patience=(--patience 2)
-  local common=(--batch-sizes "$1" --epochs "$epochs" --schedule "$3" --warmup "$4" "${patience[@]}"
-    --select 0.1 --recalibrate 80)
+  common=(--batch-sizes "$1" --epochs "$epochs" --select 0.1 --recalibrate 80)
+  case $2 in
+    steps*) common+=(--schedule steps) ;;
+    plateau*) common+=(--schedule plateau-top1 --patience 2) ;;
+    *) echo "no schedule $2" >&2; exit 2 ;;
+  esac
+  [[ $2 = *-warmup ]] && common+=(--warmup 0.1)
   run "$name" "${common[@]}" --seeds 1 --methods bn,gmp+imn,wn+mbn \
     --lrs 0.001,0.003,0.01,0.03,0.1,0.3
   choose "$name" 99 1
   run "$name" "${common[@]}" --seeds 3 "${best[@]}"
 }
+
+everywhere=bn-eval,fold,frozen # networks of which nothing depends on the batch
 
 choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EACH of a method
   mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$3")
@@ -168,11 +186,12 @@ for part in "$@"; do
     table2)
       run "$part" "${table2[@]}" --batch-sizes 256,1024 --seeds "${SEEDS:-3}"
       run "$part" "${table2[@]}" --batch-sizes 512 --seeds 1 ;;
+    schedules-*-*)
+      IFS=- read -r _ batch schedule <<<"$part"
+      schedules "$batch" "$schedule" ;;
     schedules-*)
-      for warmup in 0 0.1; do
-        suffix=$([ $warmup = 0 ] || echo -warmup)
-        schedules "${part#schedules-}" "steps$suffix" steps $warmup
-        schedules "${part#schedules-}" "plateau$suffix" plateau-top1 $warmup
+      for schedule in steps plateau steps-warmup plateau-warmup; do
+        schedules "${part#schedules-}" $schedule
       done ;;
     start-1024)
       start=(--batch-sizes 1024 --epochs 18 --schedule steps --select 0.1 --recalibrate 80)
@@ -185,6 +204,14 @@ for part in "$@"; do
     table3)
       run "$part" "${table[@]}" --network resnet18 --batch-sizes 256 --seeds "${SEEDS:-3}" \
         --methods bn,wn+mbn,gmp+imn,intrinsic+imn,gmp+imn:skip=plain,intrinsic+imn:skip=plain ;;
+    finetune-cost)
+      finetune "$part" --batch-sizes 1,2,8,32 --methods "$everywhere,bn,gn,fold+geometric,imn" \
+        --lrs 1e-4 --seeds 1 --steps 200 --held-out 100 --test-images 100 --jobs 1 ;;
+    finetune-1) # the best at batch 2
+      finetune finetune --batch-sizes 1 --methods "$everywhere" --lrs 3e-5,1e-4,3e-4,1e-3 ;;
+    finetune-2) finetune finetune --batch-sizes 2 --lrs 1e-4,3e-4,1e-3,3e-3 ;;
+    finetune-8) finetune finetune --batch-sizes 8 --lrs 3e-4,1e-3,3e-3,1e-2 ;;
+    finetune-32) finetune finetune --batch-sizes 32 --lrs 1e-3,3e-3,1e-2,3e-2 ;;
     bn-rate)
       run "$part" --epochs 18 --batch-sizes 1024 --seeds 2 --recalibrate 80 --track 10 \
         --method bn:lr=0.1,0.3 --method bn:warmup=0.1:lr=0.3 ;;

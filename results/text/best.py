@@ -4,7 +4,8 @@ best.py FOLDER best     the setting with the lowest validation loss
 best.py FOLDER near     four more tries around it: the next peak (beyond an edge of the grid, or
                         between two), the next lower momentum, and two other rates of the rest
                         (two other decays for AdamW); chosen from the first eight tries alone,
-                        so that a resumed sweep makes the same ones
+                        so that a resumed sweep makes the same ones, and an error before those
+                        are done
 """
 
 import json
@@ -68,7 +69,11 @@ def list_near(runs: list[tuple[float, Setting]]) -> list[Setting]:
 
 def main() -> None:
     folder, which = Path(sys.argv[1]), sys.argv[2]
-    for method, runs in read_losses(folder).items():
+    by_method = read_losses(folder)
+    behind = [method for method, runs in by_method.items() if len(runs) < GRID]
+    if which == "near" and behind:
+        sys.exit(f"{', '.join(behind)} in {folder} have fewer than {GRID} tries: end the grid.")
+    for method, runs in by_method.items():
         settings = [find_best(runs)] if which == "best" else list_near(runs[:GRID])
         for setting in settings:
             print(":".join([method, *(f"{name}={value:.6g}" for name, value in setting.items())]))

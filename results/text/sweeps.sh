@@ -1,44 +1,57 @@
 #!/usr/bin/env bash
-# The sweeps behind docs/transformers.md: every run of one part, which goes on where it was cut off.
+# The sweeps behind docs/transformers.md: every run of some parts, which goes on where it was cut
+# off. Start it in the repository's folder.
 #   sweeps.sh DATA OUT PART...
 #   transfer      one turn at all widths, depths, lengths and batch sizes
 #   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
+#   grid-WIDTH-METHOD   the tries of one of them
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
 #   rivals-WIDTH  the same eight tries each in 500 steps
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
-# networks side by side, best under CUDA's MPS (nvidia-cuda-mps-control -d).
+# networks side by side, best under CUDA's MPS (nvidia-cuda-mps-control -d). OPTIONS are added to
+# every command, after its own.
 set -euo pipefail
 data=$1 out=$2
 shift 2
-cd "$(dirname "$0")/../.."
+# Compilers of several jobs would wait for the same cores.
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}
 
 train() { # EXPERIMENT TEXT NAME OPTIONS...
   local experiment=$1 text=$2 name=$3
   shift 3
   python3 -m geoparam run "$experiment" --data "$data/$text" --out "$out/$name" --resume \
-    --jobs "${JOBS:-1}" "$@"
+    --jobs "${JOBS:-1}" --compile "$@" ${OPTIONS:-}
 }
 
 run() { # NAME OPTIONS...
   local name=$1
   shift
   train text python-train.txt.xz "$name" --validation "$data/python-val.txt.xz" \
-    --batch-sizes 64 --compile "$@"
+    --batch-sizes 64 "$@"
 }
 
-grid=( # eight tries each
-  --method turn:turn=1.2,1.7,2.4,3.4:momentum=0.95,0.9
-  --method muon:lr=0.005,0.01,0.02,0.04:decay=0.1,0.3
-  --method angularmuown:lr=0.01,0.02,0.04,0.08:momentum=0.95,0.9
-  --method muonh:lr=0.009,0.018,0.036,0.072:momentum=0.95,0.9
-  --method adamw:lr=1e-3,2e-3,4e-3,8e-3:decay=0.1,0.5
+tries=( # eight of each method; best.py counts on that number
+  turn:turn=1.2,1.7,2.4,3.4:momentum=0.95,0.9
+  muon:lr=0.005,0.01,0.02,0.04:decay=0.1,0.3
+  angularmuown:lr=0.01,0.02,0.04,0.08:momentum=0.95,0.9
+  muonh:lr=0.009,0.018,0.036,0.072:momentum=0.95,0.9
+  adamw:lr=1e-3,2e-3,4e-3,8e-3:decay=0.1,0.5
 )
 
+list_grid() { # METHOD: set `grid` to the tries of a method, or without one to all
+  grid=()
+  for each in "${tries[@]}"; do
+    if [[ -z $1 || $each = "$1":* ]]; then grid+=("--method=$each"); fi
+  done
+  [ ${#grid[@]} -gt 0 ] || { echo "no method $1" >&2; exit 2; }
+}
+
 choose() { # NAME WHICH: set `chosen` to each method's best setting, or to four near it
-  mapfile -t chosen < <(python3 results/text/best.py "$out/$1" "$2")
+  mapfile -t chosen < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$2")
+  [ ${#chosen[@]} -gt 0 ] || { echo "$out/$1 has nothing to choose from" >&2; exit 1; }
   chosen=("${chosen[@]/#/--method=}")
 }
 
@@ -49,14 +62,16 @@ tuned() { # WIDTH OPTIONS...
 }
 
 for part in "$@"; do
-  width=${part#*-}
+  IFS=- read -r _ width method <<<"$part"
   case $part in
     transfer)
       run text-transfer --one-factor --widths 256,64,1024 --depths 6,3,12,24 --steps 500,2000 \
         --batch-sizes 64,32,256 --methods turn --turns 1.2,1.7,2.4,3.4,4.8
       run text-transfer --widths 256 --depths 6 --steps 2000,8000 --methods turn \
         --turns 0.6,1.2,1.7,2.4 ;;
-    grid-*) tuned "$width" --seeds 1 "${grid[@]}" ;;
+    grid-*)
+      list_grid "$method"
+      tuned "$width" --seeds 1 "${grid[@]}" ;;
     near-*)
       choose "text-$width" near
       tuned "$width" --seeds 1 "${chosen[@]}" ;;
@@ -64,6 +79,7 @@ for part in "$@"; do
       choose "text-$width" best
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
     rivals-*)
+      list_grid "$method"
       run text-rivals --widths "$width" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
     recipe)
       run text-recipe --widths 384 --depths 6 --steps 2000 --seeds 1 \

@@ -271,6 +271,7 @@ def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path, tmp_pat
         ({"seeds": 0}, "seeds must be >= 1"),
         ({"steps": 0}, "steps must be >= 1"),
         ({"size": 16}, "size must be >= 32"),
+        ({"methods": ["bn"], "batch_sizes": [1]}, "bn needs two values of a channel"),
         ({"width": 0.5}, "at the width given .0.5.: features.0.0.weight has the shape"),
         ({"width": -1.0}, "width must be above 0"),
         ({"momentum": 1.0}, "momentum must be from 0 to below 1"),

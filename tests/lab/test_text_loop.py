@@ -1,5 +1,6 @@
 """Training on text: windows, evaluation, schedules, methods, and going on after a kill."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from image_runs import Killed, die, kill_at, without_times
 from text_runs import make_settings, text
+from torch import nn
 from torch.nn import functional as F
 
 import geoparam as gp
@@ -96,6 +98,25 @@ def test_rates_rise_in_the_warmup_and_fall_to_the_final_share(schedule: str) -> 
     assert factors[:10] == pytest.approx([(s + 1) / 10 for s in range(10)])
     assert factors[10] == 1 and factors[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+
+
+def test_blocks_are_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    collected = functools.partialmethod(compile_module, backend=collect)
+    monkeypatch.setattr(nn.Module, "compile", collected)
+    compiled, eager = (start(depths=[3], compile=choice) for choice in (True, False))
+    for step in range(2):
+        for training in (compiled, eager):
+            training.train_on(training.draw_windows(step))
+    assert len(graphs) == 1
+    for p, q in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_ours_is_the_geometric_optimizer_with_its_turn() -> None:

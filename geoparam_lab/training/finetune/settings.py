@@ -86,6 +86,11 @@ class FinetuneSettings:
         check_fields(self, _CHOICES, _RULES)
         if self.size < SMALLEST:
             raise ValueError(f"size must be >= {SMALLEST}; got {self.size}.")
+        if self.method == "bn" and self.batch_size == 1 and self.size == SMALLEST:
+            raise ValueError(
+                f"bn needs two values of a channel, and one image of size {SMALLEST} has one in "
+                "the last layers: use a larger size, a larger batch, or leave bn out."
+            )
 
 
 COMMON = find_defaults(FinetuneSettings)  # what all runs of a sweep share

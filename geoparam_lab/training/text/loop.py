@@ -7,13 +7,13 @@ evaluated, at most once in 60 seconds.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from geoparam import sphere
@@ -61,6 +61,11 @@ class TextTraining(StepTraining):
     @property
     def step_size(self) -> int:
         return self.settings.batch_size * self.settings.context
+
+    def list_compiled(self) -> Iterable[nn.Module]:
+        """Return the blocks: equal ones share their code, however deep the network is."""
+        blocks: nn.ModuleList = self.model.blocks
+        return blocks
 
     def load_part(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the windows of the steps up to the next mark."""
