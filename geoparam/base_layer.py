@@ -385,6 +385,7 @@ class GmPLayer(nn.Module):
                 "weight_shape": list(self.weight_shape),
                 "transposed": getattr(self, "transposed", False),
                 "centres_borders": self._centres_borders,
+                "activation": _name(self.activation),
             }
             metadata[prefix[:-1]].update(note)
 
@@ -405,10 +406,17 @@ class GmPLayer(nn.Module):
         if self.natural:
             text += ", natural=True"
         if callable(self.activation) and not isinstance(self.activation, nn.Module):
-            text += f", activation={getattr(self.activation, '__name__', self.activation)}"
+            text += f", activation={_name(self.activation)}"
         if self.input_norm is not None:
             text += f", input_norm={self.input_norm_form!r}"
         return text
+
+
+def _name(activation: Activation | None) -> str:
+    """Return the name of a function or of a module's class; "" where there is none."""
+    if activation is None:
+        return ""
+    return getattr(activation, "__name__", type(activation).__name__)
 
 
 def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:

@@ -7,8 +7,8 @@ b - w^T m.
 
 Three things the names do not tell: the shape of a kernel, whether zeros are padded to a centred
 input (refused where that may be), and whether r is outside of an activation (it is inside in all
-layers that `convert_` makes). `fold_` knows them from the model. The first two are in the metadata
-of a state dict as `model.state_dict()` returns it, and torch.save keeps it; safetensors has none.
+layers that `convert_` makes). They are in the metadata of a state dict as `model.state_dict()`
+returns it, and torch.save keeps it; safetensors has none.
 """
 
 import functools
@@ -37,6 +37,7 @@ _COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic(
 _PARAMETERS = {*_COORDINATES, "r", "lam"}
 _MEAN, _COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
 _ENTRY = re.compile(rf"(?:(.*)\.)?({'|'.join((*_PARAMETERS, _MEAN, _COUNT))})")
+_RELU_LIKE = {"relu", "leaky_relu", "ReLU", "LeakyReLU", "PReLU", "Identity"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _log = logging.getLogger("geoparam")
@@ -82,7 +83,7 @@ def fold_state_dict(state: State, like: State | None = None) -> dict[str, Tensor
     for name in centred:
         _fold_mean(name, result)
 
-    _log_negative_scales(layers)
+    _check_scales(layers, state)
     return result if shapes is None else _match_keys(result, shapes)
 
 
@@ -278,13 +279,25 @@ def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _log_negative_scales(layers: dict[str, Parts]) -> None:
-    negative = [name for name, parts in layers.items() if (parts["r"] < 0).any()]
-    if negative:
+def _check_scales(layers: dict[str, Parts], state: State) -> None:
+    """Refuse, or tell of, r outside of an activation where it cannot be in the weight."""
+    unknown = []
+    for name, parts in layers.items():
+        is_negative = bool((parts["r"] < 0).any())
+        activation = _read_note(name, state).get("activation")
+        if activation is None and is_negative:
+            unknown.append(name)
+        elif activation and (is_negative or activation not in _RELU_LIKE):
+            raise ValueError(
+                f"{name!r} has its scale r outside of an activation, {activation}, and r goes "
+                "into the weight only where r >= 0 and the activation is like ReLU: load the "
+                "checkpoint into the model and call geoparam.fold_."
+            )
+    if unknown:
         _log.warning(
             "r < 0 in %s: exact if the layer has no activation of its own, as after convert_; "
             "with activation= use geoparam.fold_ on the model.",
-            printable(list_few(negative)),
+            printable(list_few(unknown)),
         )
 
 

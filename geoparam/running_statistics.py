@@ -56,15 +56,15 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         raise ValueError("recalibrate_ needs batches; got none.")
 
     before = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
-    with _averaging(model, norms):
-        not_run = norms
-        try:
+    not_run = norms
+    try:
+        with _averaging(model, norms):
             for batch in itertools.chain(first, iterator):
                 _run_batch(model, batch)
-            not_run = [norm for norm in norms if not norm.num_batches_tracked]
-        finally:
-            for norm in not_run:
-                torch._foreach_copy_(list(norm.buffers(recurse=False)), before[norm])
+        not_run = [norm for norm in norms if not norm.num_batches_tracked]
+    finally:
+        for norm in not_run:
+            torch._foreach_copy_(list(norm.buffers(recurse=False)), before[norm])
     return model
 
 
@@ -80,14 +80,14 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     frozen = [norm for norm in norms if isinstance(norm, TrackedMean) and norm.frozen]
-    model.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain average
-        norm.train()
-    for norm in frozen:
-        norm.frozen = False
     try:
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average
+            norm.train()
+        for norm in frozen:
+            norm.frozen = False
         yield
     finally:
         for norm in frozen:

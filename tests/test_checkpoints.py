@@ -1,6 +1,7 @@
 """A folded checkpoint is the plain model's, and whatever cannot be folded is refused."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,31 @@ def test_a_tied_entry_that_the_plain_state_leaves_out_is_left_out() -> None:
 
 
 def test_negative_scales_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    fold_state_dict(trained("mlp").state_dict())
+    state = trained("mlp").state_dict()
+    fold_state_dict(state)
+    assert not caplog.text  # the metadata says that there is no activation
+    fold_state_dict(dict(state))
     assert "r < 0 in 0, 2: exact if the layer has no activation" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("activation", "sign"), [(nn.GELU(), 1), (torch.tanh, 1), (nn.ReLU(), -1), (torch.relu, -1)]
+)
+def test_r_outside_of_an_activation_is_refused_where_no_weight_can_hold_it(
+    activation: Callable, sign: int
+) -> None:
+    layer = gp.GmPLinear(4, 3, activation=activation)
+    layer.r.data.mul_(2 * sign)
+    with pytest.raises(ValueError, match="r outside of an activation, .* call geoparam.fold_"):
+        fold_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), torch.relu, nn.LeakyReLU(0.3)])
+def test_r_moves_through_an_activation_like_relu(activation: Callable) -> None:
+    layer, plain = gp.GmPLinear(4, 3, activation=activation), nn.Linear(4, 3)
+    layer.r.data.mul_(2)
+    plain.load_state_dict(fold_state_dict(layer.state_dict()))
+    assert gp.verify(layer, nn.Sequential(plain, gp.fold_(layer)[1]), torch.randn(5, 4)) < 1e-5
 
 
 @pytest.mark.parametrize("first", (True, False))

@@ -99,6 +99,21 @@ def test_after_an_error_in_recalibration_means_are_frozen_still() -> None:
     assert model[0].frozen
 
 
+def test_after_an_error_before_the_first_batch_nothing_is_changed() -> None:
+    class Broken(gp.InputMeanNorm):
+        def reset_running_stats(self) -> None:
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.BatchNorm1d(2), gp.InputMeanNorm(2), Broken(2)).train()
+    model(torch.randn(4, 2))
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        gp.recalibrate_(model, [torch.randn(4, 2)])
+    assert all(torch.equal(t, state[key]) for key, t in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert [norm.momentum for norm in model] == [0.1, 0.2, 0.2]
+
+
 def test_large_images_are_centred_by_the_frozen_mean_too() -> None:
     layer = gp.InputMeanConv2d(16, 2, 1)
     x = (torch.randn(4, 16, 256, 256) + 1).to(memory_format=torch.channels_last)

@@ -178,8 +178,6 @@ def _explain_nothing_removed(decided: Plan) -> str:
     if decided.reasons:
         name, reason = next(iter(decided.reasons.items()))
         return f"{start}. {name} stays: {reason}. gp.plan(...) has all layers."
-    if decided.kept_norms:
-        return f"{start}: no layer comes right before {decided.kept_norms[0]!r}."
     return (
         f"{start}: it found no BatchNorm that follows a layer. To train from scratch with input "
         "means in every layer, pass norm='imn' and init='glorot'; else leave out norm."
@@ -189,10 +187,9 @@ def _explain_nothing_removed(decided: Plan) -> str:
 def _explain_kept(model: nn.Module, decided: Plan) -> str:
     """Say which norms go on using the batch's statistics, and what holds them still."""
     names = decided.kept_norms
-    reason = decided.reasons.get(names[0], "no layer comes right before it")
     text = (
         f"{len(names)} norms stay and use the batch's statistics in training, {names[0]!r} first: "
-        f"{reason}."
+        f"{decided.reasons[names[0]]}."
     )
     norms: list[Any] = [model.get_submodule(name) for name in names]
     if any(norm.running_mean is not None for norm in norms):

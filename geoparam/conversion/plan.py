@@ -18,11 +18,12 @@ from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.model.graph import Graph
+from geoparam.model.graph import Graph, Node
 from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
 from geoparam.model.run import refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
+from geoparam.norm import TrackedMean
 from geoparam.removed_norm import find_removed_norms
 from geoparam.running_statistics import find_batch_users
 
@@ -76,7 +77,7 @@ class Plan:
     weights: Weights = "geometric"
     norm: Norm | None = None
     kept_norms: tuple[str, ...] = ()  # of `norm`: what else uses the batch in training
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why a norm after a layer stays
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why each of them stays
 
     @property
     def converted(self) -> list[Decision]:
@@ -231,9 +232,12 @@ def decide(
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
     kept_norms: list[str] = []
-    if request.norm is not None:
+    if request.norm is not None and graph is not None:
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
+        for name in kept_norms:
+            reason = _explain_kept(model.get_submodule(name), graph.find(name), graph, decisions)
+            planner.reasons.setdefault(name, reason)
     return Plan(
         tuple(decisions),
         sum(p.numel() for p in model.parameters()),
@@ -387,6 +391,8 @@ class _Planner:
             reason = "its statistics are used without calling it"
         elif not _is_plain_batch_norm(norm):
             reason = "it computes something else than its base class"
+        elif norm in self.ties:
+            reason = f"it shares memory with {', '.join(self.ties[norm])}"
         elif not is_exclusive:
             reason = _explain_shared(graph, name)
         elif any(call.layer in graph.dropped for call in graph.calls(name)):
@@ -488,6 +494,24 @@ def _explain_unknown(module: nn.Module) -> str:
     has_matrix = is_leaf and any(len(shape) > 1 for shape in shapes)
     is_stacked = any(len(shape) > 2 and min(shape) > 1 for shape in shapes)  # as fused experts are
     return "no GmP form of this type" if has_matrix or is_stacked else ""
+
+
+def _explain_kept(
+    norm: nn.Module, node: Node | None, graph: Graph, decisions: Sequence[Decision]
+) -> str:
+    """Return why what uses the batch in training stays, from what comes before it in the run."""
+    if isinstance(norm, TrackedMean):
+        return "it subtracts a mean and divides by nothing"
+    if node is None:
+        return "it does not run on example_inputs"
+
+    before = graph.nodes[node.inputs[0]]
+    if before.kind != "layer":
+        return f"{before.op} comes before it, not a layer"
+    for decision in decisions:
+        if decision.name == before.name and not decision.converted:
+            return f"{before.name} before it is left ({decision.notes[0]})"
+    return f"it is not all that follows {before.name}"
 
 
 def _find_inner_norms(layer: nn.Module) -> list[str]:

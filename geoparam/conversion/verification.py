@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
+from geoparam.centred_map import autocast_type
 from geoparam.conversion.plan import Inputs
 from geoparam.model.run import arguments_of, call, inspection_mode, refuse_non_model, tensors_in
 from geoparam.model.trace import Run, record_run
@@ -133,6 +134,7 @@ def replace_checked(
     modules = dict(model.named_modules())
     with _undo_on_error(model, changed):
         new = _replace(model, pairs)
+        torch.clear_autocast_cache()  # of weights that were written to in place
         if inputs is not None and before is not None:
             try:
                 after = record_run(new, inputs)
@@ -162,6 +164,7 @@ def _undo_on_error(model: nn.Module, changed: Sequence[Tensor]) -> Iterator[None
         with torch.no_grad():
             for t, value in zip(changed, values, strict=True):
                 t.copy_(value)
+        torch.clear_autocast_cache()
         raise
 
 
@@ -217,7 +220,7 @@ def _check_same(before: list[Tensor], after: list[Tensor], done: str) -> None:
     if not pairs:
         return
     difference = _measure_difference([a for a, _ in pairs], [b for _, b in pairs])
-    eps = max(torch.finfo(a.dtype).eps for a, _ in pairs)
+    eps = max(torch.finfo(autocast_type(a) or a.dtype).eps for a, _ in pairs)
     if not difference <= min(3 * math.sqrt(eps), 0.1):  # 1e-3 in float32
         raise _refusal(done, f"differs by {difference:.1e} on example_inputs")
 

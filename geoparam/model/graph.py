@@ -80,6 +80,11 @@ class Graph:
         """The layers whose results reach the model's output, and no other layer."""
         return self._ends(reversed(range(len(self.nodes))), self.users, "output")
 
+    def find(self, name: str) -> Node | None:
+        """Return the first step of a module; None where it did not run."""
+        numbers = self._calls.get(name)
+        return self.nodes[numbers[0]] if numbers else None
+
     def norm_after(self, layer: str) -> tuple[Node | None, bool]:
         """Return the norm that follows `layer` in all its calls, and whether it is exclusive.
 

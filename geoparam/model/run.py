@@ -257,6 +257,15 @@ def _replace_by_copies(model: nn.Module, contents: dict[int, tuple[Any, Any]]) -
 
 
 def _put_back(contents: dict[int, tuple[Any, Any]]) -> None:
+    """Let each container hold what it held, also if Ctrl-C comes in between."""
+    try:
+        _refill(contents)
+    except BaseException:
+        _refill(contents)
+        raise
+
+
+def _refill(contents: dict[int, tuple[Any, Any]]) -> None:
     for container, held in contents.values():
         container.clear()
         if isinstance(container, list):

@@ -82,7 +82,62 @@ def test_eval_is_no_advice_for_norms_without_running_statistics() -> None:
 def test_a_norm_behind_an_activation_is_named() -> None:
     layers = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)]
     text = advice(nn.Sequential(*layers, nn.Conv2d(6, 2, 1)), norm="imn")
-    assert "removes nothing: no layer comes right before '2'" in text
+    assert "removes nothing. 2 stays: relu comes before it, not a layer" in text
+
+
+class SameConv(nn.Conv2d):
+    """timm's Conv2dSame, in short."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, 1, 0, 1)))
+
+
+LEFT_BEFORE = {
+    "another class": (lambda: SameConv(3, 6, 3), "it computes something else than its base class"),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 6, 3), "there is no such GmP layer"),
+    "weight_norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3)),
+        "its weight is not a Parameter but computed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("conv", "reason"), LEFT_BEFORE.values(), ids=LEFT_BEFORE)
+def test_a_norm_behind_a_layer_that_is_left_has_that_layers_reason(conv: Any, reason: str) -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU(), *build(), nn.Flatten())
+    model[3] = nn.Conv2d(6, 6, 3)
+    text = advice(pretend_pretrained(model), norm="fold", weights="plain")
+    assert f"'1' first: 0 before it is left ({reason}" in text
+
+
+class Domains(nn.Module):
+    """A norm for each domain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(6), nn.BatchNorm2d(6)])
+        self.domains = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.conv(x)
+        return sum(self.head(self.norms[domain](z).relu()) for domain in self.domains)
+
+
+def test_norms_that_do_not_run_and_layers_with_two_norms_have_their_reasons() -> None:
+    model = pretend_pretrained(Domains())
+    model.domains = [0, 1]
+    assert "norms.0 stays: it is not all that follows conv" in advice(model, norm="fold")
+    model = pretend_pretrained(Domains())
+    assert "'norms.1' first: it does not run on example_inputs" in advice(model, norm="fold")
+
+
+def test_norms_that_share_their_parameters_stay() -> None:
+    model = build()
+    model[4].weight = model[1].weight
+    text = advice(model, norm="fold")
+    assert "removes nothing. 1 stays: it shares memory with 4.weight" in text
+    assert model[4].weight is model[1].weight
 
 
 class Tokens(nn.Module):

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -173,6 +175,28 @@ def test_an_output_of_nan_hides_no_other() -> None:
         gp.convert_(model, example_inputs=torch.ones(3, 4))
 
 
+class Softmax(nn.Module):
+    """A network whose output autocast keeps in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = build_network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x).float().softmax(dim=1)
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+def test_autocast_around_a_conversion_sees_the_new_weights(weights: str) -> None:
+    original = Softmax().eval()
+    model = copy.deepcopy(original)
+    options = {"norm": "fold", "weights": weights, "example_inputs": X}
+    with torch.autocast("cpu", torch.bfloat16):
+        gp.convert_(model, **options)
+        torch.testing.assert_close(model(X), original(X), atol=0.02, rtol=0)
+    assert gp.verify(original, model, X) < 1e-5
+
+
 class OutOfMemory(TorchDispatchMode):
     """Lets so many operations through, and the next one fail."""
 
@@ -234,3 +258,40 @@ def test_running_out_of_memory_at_any_moment_leaves_the_model_as_it_was(
         if memory.left >= 0:  # it was done before
             break
     assert failures > 3 and memory.left >= 0
+
+
+class KeyboardInterrupts:
+    """Ctrl-C in a forward pass, and again at a line of the function that puts a model back."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def forward(self, *_: object) -> None:
+        sys.settrace(self.enter)
+        raise KeyboardInterrupt
+
+    def enter(self, frame: FrameType, event: str, arg: object) -> Callable | None:
+        return self.count if frame.f_code.co_name == "_refill" else None
+
+    def count(self, frame: FrameType, event: str, arg: object) -> Callable:
+        self.left -= 1
+        if self.left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self.count
+
+
+@pytest.mark.parametrize("line", [1, 2, 3, 10, 40])
+def test_a_second_ctrl_c_while_a_model_is_put_back_leaves_it_whole(line: int) -> None:
+    model = build_network().train()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    interrupts = KeyboardInterrupts(line)
+    handle = model[3].register_forward_hook(interrupts.forward)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gp.convert_(model, norm="fold", example_inputs=X)
+    finally:
+        sys.settrace(None)
+    handle.remove()
+    assert interrupts.left <= 0
+    assert {name: vars(module) for name, module in model.named_modules()} == before
