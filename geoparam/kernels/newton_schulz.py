@@ -24,6 +24,8 @@ def orthogonalise(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
 
     Each step has coefficients of its own.
     """
+    if matrices.ndim != 3:
+        raise ValueError(f"a batch is (matrices, out, in); got {tuple(matrices.shape)}.")
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = _iterate(_prepare(list(matrices), eps), coefficients)
     return x.mT if is_tall else x

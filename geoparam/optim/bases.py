@@ -57,9 +57,10 @@ class Recipe:
         self.make: Any = functools.partial(func, *call.args, **given)
         try:
             optimizer = self.make([nn.Parameter(torch.zeros(1, 1))])
-        except (TypeError, IndexError) as error:
+        except (TypeError, IndexError, RuntimeError) as error:
             raise ValueError(
-                f"{self.name} cannot be made as {role}, with the options {given}: {error}."
+                f"{self.name} cannot be made as {role}, with the options {given}: "
+                f"{str(error).rstrip('.')}."
             ) from error
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"{role} must make a torch optimizer; it made {type(optimizer)}.")
@@ -78,7 +79,7 @@ class Recipe:
         """
         try:
             move, optimizer = self._try(device, value=None)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             return f"cannot step a dense matrix ({error})"
         group = optimizer.param_groups[0]
         names = group.keys() - {"params", "lr", "weight_decay"}

@@ -57,9 +57,15 @@ class Weight:
         self.is_sharded = hasattr(param, "placements")
         self.target = find_master(param, self.state)
         self.rows = self.target.numel() // unit.fan_in
-        is_dense = torch.empty_like(self.target).stride() == self.target.stride()
-        is_by_row = self.rows == 0 or self.target.stride(0) == self.target[0].numel()
-        self.is_direct = unit.layout.axes in ("oi", "eoi") and is_dense and is_by_row
+        self.is_direct = self._find_whether_direct()
+
+    def _find_whether_direct(self) -> bool:
+        if self.unit.layout.axes not in ("oi", "eoi"):
+            return False
+        strides, shape = self.target.stride(), self.target.shape
+        is_dense = torch.empty_like(self.target).stride() == strides
+        row_axes = range(len(self.unit.layout.axes) - 1)  # experts may have inputs before outputs
+        return is_dense and all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
 
     def view(self, x: Tensor) -> Tensor:
         """Return a view of memory laid out as the target's, in which rows follow each other."""

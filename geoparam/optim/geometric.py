@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -226,7 +227,11 @@ class GeometricOptimizer(Optimizer):
             options = mix_rest_options(self._rest_options, group)
             group = {**options, "params": params, "param_names": names}
         check_rate("a group's lr", group["lr"])
+        check_rate("a group's weight_decay", group.get("weight_decay", 0.0))
         _check_angles(group)
+        for key in ("lr", "turn", "max_turn", "weight_decay", "scale_decay"):
+            if isinstance(group.get(key), Real):  # numpy's numbers would need pickle in a file
+                group[key] = float(group[key])
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups must not share the tensor
         super().add_param_group(group)
@@ -380,9 +385,8 @@ class GeometricOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings.
 
-        Tensors keep their types, except moments of the rest, which have their parameter's.
-
-        The saved `turn`, its rate and `max_turn` count, whatever this optimizer was built with.
+        Parameters are known by their names, in any order. The saved `turn`, its rate and
+        `max_turn` count, whatever this optimizer was built with.
         """
         saved_states.check_form(state_dict)
         self._fit_units()
@@ -398,7 +402,7 @@ class GeometricOptimizer(Optimizer):
 
         for _, name, p in self._list_params():
             for key, entry in states[name].items():
-                self.state[p][key] = saved_states.copy_entry(key, entry, p)
+                self.state[p][key] = entry.clone() if isinstance(entry, Tensor) else entry
         if self._guesses_scale:  # the model's mode may be another now
             for i, unit in enumerate(self._units):
                 is_fixed = states.get(unit.name, {}).get("is_fixed", unit.is_fixed)
@@ -450,7 +454,8 @@ class GeometricOptimizer(Optimizer):
     def _name_stepped(self, i: int, group: dict[str, Any]) -> str:
         """Name what a group of the rest steps: r and lam of units, and other parameters."""
         before = self.param_groups[max(0, i - 1)]  # the units whose r it steps
-        names = set(group["param_names"])
+        named = zip(group["param_names"], group["params"], strict=True)
+        names = {name for name, p in named if p.requires_grad}
         biases = names & {unit.bias for unit in self._units}
         stepped = []
         if any(u.name in before["param_names"] and not u.is_fixed for u in self._units):
@@ -494,7 +499,7 @@ def _check_angles(group: Mapping[str, Any]) -> str:
     """
     turn, max_turn, start_lr = group.get("turn"), group.get("max_turn"), group.get("start_lr")
     for name, value, most in (("turn", turn, 90), ("max_turn", max_turn, 180)):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):
             raise ValueError(
                 f"{name} is an angle in degrees, above 0 and at most {most}; got {value!r}."

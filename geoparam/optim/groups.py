@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+OF_THE_OPTIMIZER = {"coordinates", "match", "scale", "scale_lr"}
+
 
 def divide_groups(
     model: nn.Module,
@@ -52,6 +54,11 @@ def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[st
     for group in listed:
         if "params" not in group:
             raise ValueError(f"a group has its parameters under 'params'; got {list(group)}.")
+        if wrong := sorted(OF_THE_OPTIMIZER.intersection(group)):
+            raise ValueError(
+                f"{', '.join(wrong)} belongs to the whole optimizer, not to a group. A group may "
+                "have lr, turn, max_turn, weight_decay, scale_decay, and options of base and rest."
+            )
     return [dict(group) for group in listed]
 
 

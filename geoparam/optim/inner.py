@@ -124,17 +124,21 @@ def _find_rate_and_decay(variable: Variable, outer: dict[str, Any]) -> tuple[Any
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type.
 
-    Tensors in full precision follow the parameter, but never to half precision. Single numbers, as
-    counters of steps, stay as they are unless the optimizer wants them on the device.
+    What torch's optimizers keep for each element of a plain parameter has the parameter's type, as
+    in torch. What belongs to units stays in full precision. Single numbers, as counters of steps,
+    stay as they are unless the optimizer wants them on the device.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        is_number = value.ndim == 0 and p.ndim > 0
-        if is_number or key.rpartition("/")[2] == "step":
+        prefix, _, name = key.rpartition("/")
+        if name == "step" or (value.ndim == 0 and p.ndim > 0):
             state[key] = value.to(p.device) if step_on_device else value
-        elif value.dtype in FULL_PRECISION:
-            state[key] = value.to(p.device, full)
-        else:
-            state[key] = value.to(p.device)
+            continue
+
+        dtype = value.dtype
+        is_plain = prefix in ("", "plain") and name != "master" and value.shape == p.shape
+        if dtype.is_floating_point:
+            dtype = p.dtype if is_plain else full
+        state[key] = value.to(p.device, dtype)

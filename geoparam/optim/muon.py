@@ -33,8 +33,21 @@ class RowMuon(Optimizer):
         parts: Mapping[Tensor, Sequence[int]] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(params, _try_torchs(lr, options))
         self.parts = parts or {}
+        super().__init__(params, _try_torchs(lr, options))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, each a matrix or several."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.ndim < 2 or p.is_complex():
+                raise ValueError(
+                    "Muon steps weights of two or more dimensions, and no complex ones; got "
+                    f"{tuple(p.shape)} in {p.dtype}."
+                )
+            rows = sum(self.parts.get(p, p.shape[:1]))
+            if rows not in (len(p), len(p) * p.shape[1]):  # a stack of experts has the product
+                raise ValueError(f"parts of {tuple(p.shape)} must add up to its rows; got {rows}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,10 +1,9 @@
 """What a saved state of `GeometricOptimizer` must have in common with the optimizer."""
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
-
-from torch import Tensor
 
 from geoparam.model.run import strip_wrappers
 from geoparam.optim.units import Unit
@@ -48,11 +47,10 @@ def find_states(
         _check_names(i, mine, theirs, held)
         _check_settings(i, mine, theirs)
 
-    keys = chain.from_iterable(group["params"] for group in saved)
-    names = chain.from_iterable(group["param_names"] for group in groups)
     states = {}
-    for name, key in zip(names, keys, strict=True):
-        states[name] = state_dict["state"].get(key, {})
+    for mine, theirs in zip(groups, saved, strict=True):
+        for name, key in _pair_names(mine, theirs):
+            states[name] = state_dict["state"].get(key, {})
     for unit in units:
         if states.get(unit.name):
             check_size(unit, states[unit.name])
@@ -76,20 +74,35 @@ def _check_names(i: int, mine: Group, theirs: Group, held: set[str]) -> None:
     """Raise where a group has other parameters. Groups without names are known by their order."""
     if theirs and "param_names" not in theirs:
         return
-    here, there = _list_names(mine), _list_names(theirs)
+    here, there = {*_list_names(mine)}, {*_list_names(theirs)}
     if here != there:
         hint = ""
-        if held.intersection(here) ^ held.intersection(there):
+        if held & here ^ held & there:
             hint = ", and where r is fixed, with the same rows of zeros in the weights"
         raise ValueError(
-            f"the state's group {i} differs from the optimizer's in "
-            f"{sorted({*here} ^ {*there}) or here}. Build the optimizer with the same options"
-            f"{hint}."
+            f"the state's group {i} differs from the optimizer's in {sorted(here ^ there)}. Build "
+            f"the optimizer with the same options{hint}."
         )
 
 
 def _list_names(group: Group) -> list[str]:
     return [strip_wrappers(name, "module") for name in group.get("param_names", [])]  # DDP's
+
+
+def _pair_names(mine: Group, theirs: Group) -> Iterator[tuple[str, Any]]:
+    """Pair a group's names with the saved keys: by saved names where there are any.
+
+    A model of the same parameters may have registered them in another order.
+    """
+    names, keys = mine["param_names"], theirs["params"]
+    if "param_names" in theirs:
+        names, keys = _sort_by_name(mine, names), _sort_by_name(theirs, keys)
+    return zip(names, keys, strict=True)
+
+
+def _sort_by_name(group: Group, values: Sequence[Any]) -> list[Any]:
+    pairs = zip(_list_names(group), values, strict=True)
+    return [value for _, value in sorted(pairs, key=itemgetter(0))]
 
 
 def check_size(unit: Unit, state: Group) -> None:
@@ -103,18 +116,3 @@ def check_size(unit: Unit, state: Group) -> None:
             f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Delete a "
             "weight's state to let it start anew."
         )
-
-
-def copy_entry(key: str, entry: Any, p: Tensor) -> Any:
-    """Return a copy of an entry of a parameter's state.
-
-    What torch's optimizers keep for each element of a plain parameter gets the parameter's type,
-    as in torch. What belongs to units stays in full precision.
-    """
-    if not isinstance(entry, Tensor):
-        return entry
-    prefix, _, name = key.rpartition("/")
-    is_plain = prefix in ("", "plain") and name not in ("r", "length", "master", "step")
-    if is_plain and entry.is_floating_point() and entry.shape == p.shape:
-        return entry.to(p.dtype, copy=True)
-    return entry.clone()

@@ -115,7 +115,8 @@ def _describe_owner(model: nn.Module, name: str) -> str:
         return "an embedding"
     if type(owner).__name__.endswith("Router"):
         return "a router"
-    if model.get_parameter(name).ndim == 3:
+    p = model.get_parameter(name)
+    if p.ndim == 3 and len(p) > 1:
         return "not in a known layer; experts? Then give stacks="
     return "not in a known layer"
 

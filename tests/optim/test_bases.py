@@ -145,6 +145,12 @@ def test_differentiable_steps_are_refused() -> None:
         build(mlp(), torch.optim.Adam, differentiable=True)
 
 
+@pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True, "foreach": True}])
+def test_options_that_torch_refuses_get_its_sentence(options: Any) -> None:
+    with pytest.raises(ValueError, match="Adam cannot be .*base.*(supported devices|together)"):
+        build(mlp(), torch.optim.Adam, **options)
+
+
 BASES: list[Any] = [
     ("RAdam", {"lr": 0.01}),
     ("NAdam", {"lr": 0.01}),

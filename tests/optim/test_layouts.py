@@ -176,6 +176,15 @@ def mixtral() -> Piecewise:
     return Piecewise(mixture("Mixtral"), pieces)
 
 
+def transposed_mixtral() -> Piecewise:
+    """Mixtral, with the memory of its experts in the order (experts, inputs, outputs)."""
+    both = mixtral()
+    for p in both.model.parameters():
+        if p.ndim == 3:
+            p.data = p.data.mT.contiguous().mT
+    return both
+
+
 def gpt_oss() -> Piecewise:
     """Its experts are (experts, inputs, outputs) with biases; gate and up are interleaved."""
 
@@ -217,6 +226,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "MultiheadAttention": (attention, {}),
     "GPT-2": (gpt2s_attention, {}),
     "Mixtral": (mixtral, {}),
+    "transposed Mixtral": (transposed_mixtral, {}),
     "GPT-OSS": (gpt_oss, {}),
     "own stack": (own_stack, {"stacks": {"w1": "ieo"}, "split": {"w1": (3, 5)}}),
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from geoparam.kernels.newton_schulz import orthogonalise
 from geoparam.kernels.rows import Rows
 from geoparam.optim.muon import RowMuon
 
@@ -140,3 +141,20 @@ def test_muon_steps_the_parts_of_a_parameter_as_layers_of_their_own() -> None:
     RowMuon([packed], lr=0.02, parts={packed: (4, 5)}).step()
     RowMuon(parts, lr=0.02).step()
     torch.testing.assert_close(packed, torch.cat([*parts]), rtol=0.05, atol=5e-4)
+
+
+@pytest.mark.parametrize("p", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.complex64)])
+def test_muon_refuses_what_is_no_real_matrix(p: Tensor) -> None:
+    with pytest.raises(ValueError, match="two or more dimensions, and no complex"):
+        RowMuon([nn.Parameter(p)])
+
+
+def test_muon_refuses_parts_that_do_not_add_up() -> None:
+    p = nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="must add up to its rows; got 3"):
+        RowMuon([p], parts={p: (2, 1)})
+
+
+def test_a_single_matrix_is_no_batch() -> None:
+    with pytest.raises(ValueError, match=r"a batch is .* got \(3, 4\)"):
+        orthogonalise(torch.zeros(3, 4), [(3.0, -4.0, 2.0)])

@@ -25,7 +25,7 @@ from plain_models import (
     through_a_file,
     train,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 from geoparam import GeometricOptimizer
@@ -116,6 +116,32 @@ def test_groups_and_states_hold_plain_keys_and_values() -> None:
     assert expected.items() <= rest.items()
     keys = {"r", "length", "fan_in", "is_fixed", "r/momentum_buffer", "direction/momentum_buffer"}
     assert set(state["state"][0]) == keys
+
+
+class InOrder(nn.Module):
+    """Two layers and a head, registered in the order of their names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.b(self.a(x).tanh()).tanh())
+
+
+def test_a_state_goes_on_in_a_model_of_another_order() -> None:
+    model, other = InOrder("ab").double(), InOrder("ba").double()
+    optimizer = build(model, torch.optim.Adam, lr=0.01)
+    train(model, optimizer)
+    other.load_state_dict(model.state_dict())
+    resumed = build(other, torch.optim.Adam, lr=0.01)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, other.get_parameter(name))
 
 
 def test_the_saved_turn_and_its_rate_count() -> None:
@@ -236,7 +262,7 @@ def ungrouped_cnn() -> nn.Sequential:
     "make, foreign, options, words",
     [
         (mlp, mlp, {"coordinates": "angles"}, "coordinates 'angles'.*'intrinsic'"),
-        (mlp, mlp, {"turn": 2}, "turn 2; this optimizer's has None"),
+        (mlp, mlp, {"turn": 2}, "turn 2.0; this optimizer's has None"),
         (mlp, mlp, {"match": False}, "match False"),
         (mlp, mlp, {"base": torch.optim.RMSprop}, "base 'RMSprop'"),
         (mlp, mlp, {"rest": torch.optim.RMSprop}, "rest 'RMSprop'"),
@@ -326,6 +352,17 @@ def test_layout_and_type_may_change_in_mid_run(change: str, kind: str) -> None:
                 p.grad = p.grad.movedim(0, -1).contiguous().movedim(-1, 0)
         same.step()
     assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else 1e-4)
+
+
+def test_a_model_may_become_half_precision_in_mid_run() -> None:
+    model = mlp(torch.float32)
+    optimizer = build(model, torch.optim.Adam, lr=0.01)
+    train(model, optimizer)
+    train(model.bfloat16(), optimizer)
+    head = optimizer.state[model[6].weight]
+    assert head["exp_avg"].dtype == torch.bfloat16
+    units = optimizer.state[model[3].weight]
+    assert units["master"].dtype == units["direction/exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])

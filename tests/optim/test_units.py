@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
@@ -14,6 +15,7 @@ from plain_models import (
     find_table,
     gpt2,
     mlp,
+    through_a_file,
     train,
 )
 from torch import nn
@@ -286,6 +288,18 @@ def test_groups_of_any_form_train_alike(form: str) -> None:
     assert_same_weights(model, other, 1e-14)
 
 
+def test_numpys_numbers_are_kept_as_plain_ones() -> None:
+    model = mlp()
+    group = {"params": model.parameters(), "weight_decay": np.float32(0.5)}
+    options = {"lr": np.float64(0.25), "turn": np.float32(2.5), "scale_decay": np.float64(0.5)}
+    optimizer = build(model, groups=[group], **options)
+    train(model, optimizer)
+    through_a_file(optimizer.state_dict())
+    units, rest = optimizer.param_groups
+    assert (units["lr"], units["turn"], rest["weight_decay"]) == (0.25, 2.5, 0.5)
+    assert {type(group["lr"]) for group in optimizer.param_groups} == {float}
+
+
 def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
     optimizer = build(mlp(), lr=torch.tensor(0.1))
     optimizer.add_param_group({"params": nn.Parameter(torch.ones(2))})
@@ -321,6 +335,20 @@ def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
 def test_a_bad_option_gets_a_sentence(options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build(mlp(), **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"scale_lr": 0.1}, "scale_lr belongs to the whole optimizer, not to a group"),
+        ({"coordinates": "angles", "match": False}, "coordinates, match belongs to the whole"),
+        ({"weight_decay": -0.1}, "a group's weight_decay is a finite number"),
+    ],
+)
+def test_a_groups_bad_option_gets_a_sentence(options: Any, words: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=words):
+        build(model, groups=[{"params": model.parameters(), **options}])
 
 
 @pytest.mark.parametrize(
