@@ -7,8 +7,11 @@ from torch import Tensor, nn
 from geoparam.arguments import warn_user
 from geoparam.model.graph import Graph
 from geoparam.model.norms import CHANNEL_NORMS
+from geoparam.model.run import strip_wrappers
 from geoparam.model.trace import output_layers
 from geoparam.model.unit_layers import EMBEDDINGS, UnitWeight
+
+HEADS = ("head", "heads", "classifier", "lm_head")  # usual names of a model's last part
 
 
 def find_embeddings(model: nn.Module) -> list[Tensor]:
@@ -33,7 +36,8 @@ def find_outputs(
 
     In a run, those that outputs come from. Without one, the layer that is tied to an embedding,
     or the only one of its shape if it comes last or can read what comes last, else the last in
-    order. The order also decides for layers that did not run, as heads for training only.
+    order and those at the end of a part named as a head. The order also decides for layers that
+    did not run, as heads for training only.
     """
     reason = "the output layer"
     if graph is not None:
@@ -56,6 +60,14 @@ def find_outputs(
             )
         return {head: f"{reason}: shaped as the embedding"}
 
+    if named := [layer for layer in _end_heads(candidates) if layer not in last]:
+        warn_user(
+            f"{', '.join(map(repr, named))} is taken for an output layer because of its name, and "
+            f"{', '.join(map(repr, last))} because it comes last: none of them has units. With "
+            "example_inputs a run of the model decides."
+        )
+        return {**dict.fromkeys(last, reason), **dict.fromkeys(named, f"{reason}, by name")}
+
     if ends_a_block:
         reason += ", by order; it ends a block"
         warn_user(
@@ -64,6 +76,16 @@ def find_outputs(
             "another one, give example_inputs or filter_fn."
         )
     return dict.fromkeys(last, reason)
+
+
+def _end_heads(candidates: Sequence[UnitWeight]) -> list[str]:
+    """Return the last layer of each part of the model that is named as a head."""
+    ends = {}
+    for candidate in candidates:
+        part = strip_wrappers(candidate.layer).partition(".")[0]
+        if part in HEADS:
+            ends[part] = candidate.layer
+    return list(ends.values())
 
 
 def _find_head(

@@ -151,6 +151,7 @@ class GeometricOptimizer(Optimizer):
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in params.values())
         self._has_warned = False
+        self._highest_share = 0.0  # of the rates that the angles are for
         self._built: _Built | None = None
 
         unit_options = self._make_unit_options(lr, turn, max_turn)
@@ -237,6 +238,14 @@ class GeometricOptimizer(Optimizer):
         super().add_param_group(group)
         self._built = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "turn":
+            raise AttributeError(
+                "optimizer.turn() reads the angles; to change one, set the 'turn' of a group in "
+                "optimizer.param_groups."
+            )
+        super().__setattr__(name, value)
+
     def turn(self) -> list[float]:
         """Return the angle of the next step for each unit group, in degrees.
 
@@ -256,8 +265,7 @@ class GeometricOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        for group in self.param_groups:
-            self._check_group(group)
+        self._check_rates()
         built = self._prepare()
         try:
             for block in built.blocks:
@@ -272,12 +280,31 @@ class GeometricOptimizer(Optimizer):
             for block in built.blocks:
                 block.release()
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse angles that no unit can turn by, and warn once of far larger ones than `turn`."""
-        question = _check_angles(group)
+    def _check_rates(self) -> None:
+        """Refuse angles that no unit can turn by; warn once of far larger or smaller ones."""
+        questions = [_check_angles(group) for group in self.param_groups]
+        questions.append(self._ask_about_peak())
+        question = next(filter(None, questions), "")
         if question and not self._has_warned:
             warn_user(question)
             self._has_warned = True
+
+    def _ask_about_peak(self) -> str:
+        """Return a question if rates fall before one came near the rate that `turn` is for."""
+        shares = [
+            group["lr"] / group["start_lr"]
+            for group in self.param_groups
+            if group.get("turn") is not None and not isinstance(group["lr"], Tensor)
+        ]
+        share, highest = max(shares, default=1.0), self._highest_share
+        self._highest_share = max(share, highest)
+        if not share < highest < 1 / 3:
+            return ""
+        return (
+            f"the rate falls after a peak of {highest:.2g} times the lr for which `turn` is the "
+            f"angle, so units turn by {highest:.2g} times `turn` at most. Build the optimizer "
+            "with the schedule's peak as lr."
+        )
 
     # ---- what is built at the first step, and again where parameters have changed since
 
@@ -396,9 +423,11 @@ class GeometricOptimizer(Optimizer):
 
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            saved_states.tell_of_other_angle(mine, saved)
             groups.append({**mine, **saved, "param_names": mine["param_names"]})
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built = None
+        self._highest_share = 1.0  # the run's peak is not known
 
         for _, name, p in self._list_params():
             for key, entry in states[name].items():

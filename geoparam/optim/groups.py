@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from geoparam.arguments import warn_user
+from geoparam.storage import list_few
+
 OF_THE_OPTIMIZER = {"coordinates", "match", "scale", "scale_lr"}
 
 
@@ -39,7 +42,22 @@ def divide_groups(
             divided.append(units)
         if of_units or rest["params"]:
             divided.append(rest)
+    _tell_of_others(model, divided)
     return divided
+
+
+def _tell_of_others(model: nn.Module, groups: Iterable[dict[str, Any]]) -> None:
+    """Warn of parameters that no group has: they would stay as they are."""
+    listed = {name for group in groups for name in group["param_names"]}
+    others = [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in listed
+    ]
+    if others:
+        warn_user(
+            f"groups= leaves out {len(others)} parameters, which will not be trained: "
+            f"{list_few(others, most=4)}. Add a group for them, or freeze them with "
+            "requires_grad_(False)."
+        )
 
 
 def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:

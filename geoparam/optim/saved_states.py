@@ -5,6 +5,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
+from geoparam.arguments import warn_user
 from geoparam.model.run import strip_wrappers
 from geoparam.optim.units import Unit
 
@@ -115,4 +116,15 @@ def check_size(unit: Unit, state: Group) -> None:
             f"the state of {unit.name!r} has {rows} units of fan-in {fan_in} in {parts} layers; "
             f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Delete a "
             "weight's state to let it start anew."
+        )
+
+
+def tell_of_other_angle(mine: Group, theirs: Group) -> None:
+    """Warn where the saved angle, which counts, is not the one the optimizer was built with."""
+    here, there = ((group.get("turn"), group.get("start_lr")) for group in (mine, theirs))
+    if None not in (*here, *there) and here != there:
+        warn_user(
+            f"the state's angle counts, turn={there[0]:g} at lr={there[1]:g}, not this "
+            f"optimizer's, turn={here[0]:g} at lr={here[1]:g}. For the latter, set 'turn' and "
+            "'start_lr' of each group after loading."
         )

@@ -156,7 +156,7 @@ def test_the_starting_rate_is_a_float_that_no_schedule_moves(lr: Any) -> None:
 def test_a_groups_own_rate_scales_its_turn() -> None:
     model = mlp()
     slower = {"params": model[0].parameters(), "lr": RATE / 4}
-    groups = [slower, {"params": model[3].parameters()}]
+    groups = [slower, {"params": model[3:].parameters()}]
     optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
     found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
     assert optimizer.turn() == pytest.approx([TURN / 4, TURN])
@@ -166,13 +166,21 @@ def test_a_groups_own_rate_scales_its_turn() -> None:
 def test_a_groups_own_turn_is_its_angle_at_its_own_rate() -> None:
     model = mlp()
     own = {"params": model[0].parameters(), "lr": RATE / 4, "turn": 1.0}
-    groups = [own, {"params": model[3].parameters()}]
+    groups = [own, {"params": model[3:].parameters()}]
     optimizer = build(model, turn=TURN, lr=RATE, groups=groups)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for factor in (1, 0.5):
         found = [rms(angles) for angles in step_and_find_angles(model, optimizer)]
         assert found == pytest.approx([factor * 1.0, factor * TURN], rel=1e-6)
         schedule.step()
+
+
+def test_groups_that_leave_parameters_out_are_told() -> None:
+    model = mlp()
+    with pytest.warns(UserWarning, match="leaves out 4 parameters, .* 3.weight, 3.bias, 6.weight"):
+        build(model, turn=TURN, groups=model[0].parameters())
+    model[3:].requires_grad_(False)
+    build(model, turn=TURN, groups=model[0].parameters())  # no warning: they are frozen
 
 
 def test_a_groups_turn_is_checked() -> None:
@@ -274,6 +282,39 @@ def test_a_peak_above_four_turns_is_warned_of_at_the_first_step() -> None:
     lr_scheduler.OneCycleLR(optimizer, max_lr=5 * RATE, total_steps=100)
     with pytest.warns(UserWarning, match="If 0.1 is the schedule's peak"):
         train(model, optimizer, 1)
+
+
+def test_a_schedule_that_never_comes_near_the_rate_of_the_turn_is_warned_of_once() -> None:
+    model = mlp()
+    optimizer = build(model, turn=TURN, lr=RATE)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.02 * min(step + 1, 10 - step))
+    for _ in range(5):
+        train(model, optimizer, 1)
+        schedule.step()
+    with pytest.warns(UserWarning, match="after a peak of 0.1 times the lr") as caught:
+        train(model, optimizer, 1)
+        schedule.step()
+        train(model, optimizer, 1)
+    assert len(caught) == 1
+
+
+def test_a_low_rate_is_not_warned_of_at_the_end_of_a_run_that_goes_on() -> None:
+    model = mlp()
+    optimizer = build(model, turn=TURN, lr=RATE)
+    train(model, optimizer, 1)
+    resumed = build(model, turn=TURN, lr=RATE)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for rate in (RATE / 10, RATE / 20):
+        for group in resumed.param_groups:
+            group["lr"] = rate
+        train(model, resumed, 1)
+
+
+def test_the_method_that_reads_angles_is_not_overwritten() -> None:
+    optimizer = build(mlp(), turn=TURN, lr=RATE)
+    with pytest.raises(AttributeError, match="set the 'turn' of a group"):
+        optimizer.turn = 5
+    assert optimizer.turn() == [TURN]
 
 
 def test_an_angle_of_four_turns_is_not_warned_of() -> None:

@@ -229,6 +229,15 @@ def test_a_guess_that_ends_a_block_is_warned_of() -> None:
     assert find_table(optimizer)["blocks.1.down.weight"].endswith("by order; it ends a block")
 
 
+def test_a_head_that_is_not_last_counts_by_its_name_and_is_warned_of() -> None:
+    model = nn.ModuleDict({"head": mlp(), "stem": nn.Linear(6, 8), "body": nn.Linear(8, 6)})
+    with pytest.warns(UserWarning, match="'head.6' is taken .* its name, and 'body' because"):
+        table = find_table(build(model))
+    assert table["head.6.weight"] == "the output layer, by name"
+    assert table["body.weight"] == "the output layer"
+    assert table["stem.weight"] == "8 6 lam free"
+
+
 def test_a_run_finds_the_head_without_a_guess() -> None:
     model = FunctionModel(
         lambda m, x: m.head(m.b(m.a(x))),
@@ -246,6 +255,7 @@ def test_a_run_finds_the_head_without_a_guess() -> None:
 
 def test_a_group_is_divided_and_keeps_its_keys() -> None:
     model = mlp()
+    model[0].requires_grad_(False)
     slower = {"params": model[3].parameters(), "lr": 0.025, "lr_scale": 0.5}
     head = {"params": model[6].parameters()}
     groups = build(model, groups=[slower, head]).param_groups
@@ -258,7 +268,9 @@ def test_a_group_is_divided_and_keeps_its_keys() -> None:
 def test_what_is_in_no_group_is_not_trained() -> None:
     model = mlp()
     groups = [{"params": model[3].parameters()}]
-    train(model, build(model, groups=groups), 1)
+    with pytest.warns(UserWarning, match="leaves out 4 parameters"):
+        optimizer = build(model, groups=groups)
+    train(model, optimizer, 1)
     assert_same_weights(model[0], mlp()[0])
     assert_same_weights(model[6], mlp()[6])
 
