@@ -48,7 +48,7 @@ def draw(rooms: list[str], pairs: set[tuple[str, str]]) -> Figure:
         is_lab = room.startswith("geoparam_lab")
         axes.text(0, y, room, ha="center", va="center", color="C1" if is_lab else "C0")
     longest = max(abs(place[own] - place[other]) for own, other in pairs)
-    for own, other in pairs:
+    for own, other in sorted(pairs):
         height = abs(place[own] - place[other])
         is_lab = own.startswith("geoparam_lab")
         middle = (place[own] + place[other]) / 2
