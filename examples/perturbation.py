@@ -3,8 +3,9 @@
     python examples/perturbation.py [--steps 20] [--out perturbation.png]
 
 One layer, 200 units with weights of many lengths, in three parameterizations of the same
-function. What an optimizer stores is moved by the same Gaussian noise in each; `--steps` is the
-number of its sizes. Needs the extra: pip install '.[plots]'
+function. What an optimizer stores is moved by Gaussian noise of the same size in each, but for the
+lengths of the weights that GmP (r) and weight norm (g) store apart; `--steps` is the number of
+sizes. Needs the extra: pip install '.[plots]'
 """
 
 import argparse
@@ -20,6 +21,8 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis import layer_boundaries
 from geoparam_lab import plots
+
+LENGTHS = ("r", "parametrizations.weight.original0")  # a length that becomes negative is a flip
 
 
 def build() -> dict[str, nn.Module]:
@@ -39,11 +42,11 @@ def build() -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def turn(layer: nn.Module, deviation: float) -> torch.Tensor:
-    """Return by how many degrees the boundaries turn under the noise; r is left alone."""
+    """Return by how many degrees the boundaries turn under the noise."""
     generator = torch.Generator().manual_seed(0)
     moved = copy.deepcopy(layer).double()
     for name, parameter in moved.named_parameters():
-        if name != "r":
+        if name not in LENGTHS:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter += deviation * noise
     before, after = layer_boundaries(layer), layer_boundaries(moved)

@@ -236,7 +236,7 @@ EXPERIMENT = Experiment(
             "rotation": "Largest turn of a unit since the frame before (°)",
         },
     ),
-    finding=lambda run: toys.compare_gmp_with_sp(run, _FOUND, "test_accuracy", "turn_100"),
+    finding=lambda run: toys.compare_gmp_with_sp(run, _FOUND, "test_accuracy", "largest_rotation"),
     limits=lambda run: (
         "Banana: GmP avoids the few very large turns, but its typical turn is often larger. "
         "results/README.md has the turns and accuracies of 20 seeds."

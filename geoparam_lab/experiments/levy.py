@@ -214,7 +214,7 @@ EXPERIMENT = Experiment(
         "first, when most happens.",
         {"loss": "Training loss", "moves": "Largest move of a unit since the frame before"},
     ),
-    finding=lambda run: toys.compare_gmp_with_sp(run, _FOUND, "test_rmse", "move_100"),
+    finding=lambda run: toys.compare_gmp_with_sp(run, _FOUND, "test_rmse", "largest_move"),
     limits=_limits,
     epochs=EPOCHS,
     remarks=toys.remark_on_rates,

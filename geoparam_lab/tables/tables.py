@@ -41,10 +41,12 @@ _PAPERS = (
 )
 _DIFFERENCES = (
     "Minus: the mean over seeds or splits of a method's result minus the baseline's, both at the "
-    "settings chosen for them, or at the method's rate if the baseline has several. * p below "
-    f"{LEVEL:g} in a t-test, with n at least {LEAST}; for splits of one data set corrected for "
-    "the points they share (Nadeau and Bengio); ** also after Holm's correction for the k "
-    "differences in the column."
+    "settings chosen for them, or at the method's rate if the baseline has several."
+)
+_TESTS = (
+    f"* p below {LEVEL:g} in a t-test, with n at least {LEAST}; for splits of one data set "
+    "corrected for the points they share (Nadeau and Bengio); ** also after Holm's correction for "
+    "the k differences in the column."
 )
 
 
@@ -384,3 +386,5 @@ def _explain(
         yield f"{reason}: the papers' numbers are not shown here."
     if any(heading.startswith("minus") for heading in headings):
         yield _DIFFERENCES
+    if any("(k = " in heading for heading in headings):
+        yield _TESTS
