@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from geoparam_lab.experiments.choice import choose_best
 from geoparam_lab.experiments.experiment import Config
 from geoparam_lab.run_folder import Record
+from geoparam_lab.training.images.plateau import STOP
 from geoparam_lab.training.images.settings import COMMON
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
 SCHEDULES = {
     "steps": "v2's: the rate falls to a tenth at 1/3, 2/3 and 8/9 of the epochs",
-    "plateau-top1": "v1's: a tenth after 5 epochs without a better top-1, end after 10",
-    "plateau-top5": "the released code's: a tenth after 5 epochs without a better top-5, end "
-    "after 10, and the best weights are kept",
+    "plateau-top1": "v1's: a tenth after {patience} epochs without a better top-1, end after "
+    "{stop}",
+    "plateau-top5": "the released code's: a tenth after {patience} epochs without a better top-5, "
+    "end after {stop}, and the best weights are kept",
     "linear": "the rate falls linearly to 0",
     "cosine": "the rate falls to 0 along half a cosine",
 }
@@ -84,7 +86,10 @@ def remark(config: Config) -> Iterator[str]:
     if said := describe_images(config):
         yield f"{name_network(config)}; {said}."
     if schedule := SCHEDULES.get(str(config.get("schedule"))):
-        yield f"Schedule: {schedule}."
+        patience = config.get("patience")
+        if not isinstance(patience, int):  # an older run's
+            patience = COMMON["patience"]
+        yield f"Schedule: {schedule.format(patience=patience, stop=STOP * patience)}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
         yield f"{config['select']:.0%} of the training images were held out to choose settings."
     others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]

@@ -14,8 +14,8 @@ from geoparam_lab.plots import legend_beside
 from geoparam_lab.run_folder import Run
 
 _CAPTION = """Validation loss over the turn or the learning rate, a line for each size; means over
-    seeds, at the best of the other numbers that were tried. A ring marks the lowest point of a
-    line; runs that diverged are left out."""
+    the seeds that all points of a line have, at the best of the other numbers that were tried. A
+    ring marks the lowest point of a line; runs that diverged are left out."""
 _HIGHEST = 0.5  # nats above the lowest loss: the top of the figure
 
 

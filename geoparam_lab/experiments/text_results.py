@@ -2,6 +2,8 @@
 
 The peak of a run is the number that its schedule scales: the turn in degrees, or the rate of the
 hidden matrices. Where other numbers were varied too (momentum, decay), a peak has its best.
+Often the best setting alone has several seeds. Others are compared with it on the seeds that they
+have too: a seed may change the loss by more than a setting does.
 """
 
 import math
@@ -38,13 +40,21 @@ def measure_peaks(records: Iterable[Record], method: str) -> dict[Size, Losses]:
     tried = [
         record | {"peak": get_peak(record)} for record in records if record["method"] == method
     ]
-    best = choose_best(tried, "val_loss", [*SIZES, "peak"], lowest=True)
     by_size: dict[Size, Losses] = {}
-    for key, same in sorted(group_records(best, *SIZES, "peak").items()):
-        *size, peak = key
-        losses = [record["val_loss"] for record in same]
-        by_size.setdefault(tuple(size), {})[peak] = float(np.mean(losses))
+    for size, same in sorted(group_records(tried, *SIZES).items()):
+        best = choose_best(_take_common_seeds(same), "val_loss", ["peak"], lowest=True)
+        by_size[size] = {
+            peak: float(np.mean([record["val_loss"] for record in chosen]))
+            for (peak,), chosen in sorted(group_records(best, "peak").items())
+        }
     return by_size
+
+
+def _take_common_seeds(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the seeds that every setting has."""
+    settings = group_records(records, "lr", "tuned").values()
+    common = set.intersection(*({record["seed"] for record in same} for same in settings))
+    return [record for record in records if record["seed"] in common]
 
 
 def find_common(by_size: Mapping[Size, Losses]) -> Common | None:
@@ -90,16 +100,17 @@ def list_methods(records: Iterable[Record]) -> list[str]:
 def find_for_tables(records: Sequence[Record]) -> list[Record]:
     """Return the records for two tables: the best setting of each method, and all settings.
 
-    The latter say how far they are above the best of their method and size.
+    The latter say how far they are above the best of their method and size with the same seed.
     """
     fields = ["method", *SIZES]
     best = choose_best(records, "val_loss", fields, lowest=True)
     shown = [record | {"table": "best"} for record in best]
-    losses = group_records(best, *fields)
+    losses = {
+        key: record["val_loss"] for key, [record] in group_records(best, *fields, "seed").items()
+    }
     for record in records:
-        same = losses[tuple(record[field] for field in fields)]
-        best_loss = float(np.mean([seed["val_loss"] for seed in same]))
-        above = record["val_loss"] - best_loss
+        key = tuple(record[field] for field in [*fields, "seed"])
+        above = record["val_loss"] - losses.get(key, math.nan)
         shown.append(record | {"table": "all", "excess": above})
     return shown
 

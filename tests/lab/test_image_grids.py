@@ -1,5 +1,6 @@
 """Methods with options of their own: which runs there are, and which setting is chosen."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import tiny_images
 from image_runs import without_times
 
 from geoparam_lab.experiments import images
-from geoparam_lab.experiments.image_text import choose
+from geoparam_lab.experiments.image_text import choose, remark
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
 from geoparam_lab.training.images.settings import list_points, list_tasks
@@ -142,3 +143,9 @@ def test_a_sweep_goes_on_to_the_same_records_and_may_get_more_methods(
     assert sorted(found) == [
         f"vgg6-bn-optimizer=adamw-batch16-lr0.01-seed{seed}" for seed in (0, 1)
     ]
+
+
+@pytest.mark.parametrize(("patience", "said"), [({}, "5 .* 10"), ({"patience": 2}, "2 .* 4")])
+def test_a_plateau_is_described_with_its_patience(patience: Record, said: str) -> None:
+    [schedule, *_] = remark({"schedule": "plateau-top1", **patience})
+    assert re.search(f"after {said.replace(' .* ', ' epochs without .* end after ')}", schedule)

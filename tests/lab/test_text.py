@@ -128,6 +128,20 @@ def test_the_common_peak_is_the_one_with_the_least_excess() -> None:
     assert common.excess == pytest.approx(0.02) and common.sizes == 2
 
 
+def test_settings_are_compared_on_the_seeds_that_both_have() -> None:
+    size = {"method": "turn", "width": 64, "depth": 6, "steps": 500, "batch_size": 96}
+    losses = {(1.2, 0): 1.05, (2.4, 0): 1.04, (2.4, 1): 1.00, (2.4, 2): 0.99, (4.8, 0): 1.10}
+    records = [
+        {**size, "lr": 0.01, "turn": turn, "tuned": f"turn={turn}", "seed": seed, "val_loss": loss}
+        for (turn, seed), loss in losses.items()
+    ]
+    [by_peak] = text_results.measure_peaks(records, "turn").values()
+    assert by_peak == {1.2: 1.05, 2.4: 1.04, 4.8: 1.10}
+    shown = [r for r in text_results.find_for_tables(records) if r["table"] == "all"]
+    excess = [record["excess"] for record in shown]
+    assert excess == pytest.approx([0.01, 0.0, 0.0, 0.0, 0.06])
+
+
 def test_a_resumed_sweep_ends_with_the_same_records_and_may_get_more(
     whole: Run, data: Path, tmp_path: Path
 ) -> None:
