@@ -38,12 +38,9 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         return converted
 
     def to_attention(self) -> nn.MultiheadAttention:
-        """Return the nn.MultiheadAttention that computes the same."""
+        """Return the nn.MultiheadAttention that computes the same, once `in_proj` is plain."""
         plain = copy_as(nn.MultiheadAttention, self)
         linear = plain._modules.pop("in_proj")
-        if isinstance(linear, GmPLinear):
-            linear = linear.to_linear()
-        assert isinstance(linear, nn.Linear)
         for name, parameter in linear.named_parameters():
             plain._parameters[f"in_proj_{name}"] = parameter
         return plain

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from geoparam import sphere
 from geoparam.arguments import check_callable, check_flag, check_place
@@ -268,7 +267,7 @@ class GmPLayer(nn.Module):
 
     def _affine(self, x: Tensor) -> Tensor:
         """Return w^T (x - E[x]) + b; only the border form makes a centred copy of x."""
-        weight, bias = self._weight(_autocast_dtype(x)), self._bias
+        weight, bias = self._weight(autocast_type(x)), self._bias
         if self.input_norm is not None:
             if self.input_norm_form != "border":
                 return map_centred(self, self.input_norm, x, weight, bias)
@@ -435,8 +434,3 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
         raise ValueError(
             f"input_norm is False, True, 'bias' or 'border'; got {options.input_norm!r}."
         )
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return autocast's type for a weight; None without autocast."""
-    return None if isinstance(x, Proxy) else autocast_type(x)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from geoparam.functional import can_use_function, is_eager
 from geoparam.kernels.selection import choose_kernels
@@ -77,6 +78,8 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
     """Return the type that autocast gives to x in a linear map; None where it is left as it is."""
+    if isinstance(x, Proxy):  # of a tracer, which has no type yet
+        return None
     device_type = x.device.type
     if device_type == "meta" or x.dtype == torch.float64:
         return None

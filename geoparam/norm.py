@@ -35,6 +35,16 @@ def working_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def along_channels(value: Any, z: Tensor, dim: int) -> Any:
+    """Return a number, or a vector over the channels in `dim`, so that it broadcasts with z."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.view([1] * z.ndim)
+    following = z.ndim - 1 - dim % z.ndim
+    return value.view(-1, *[1] * following)
+
+
 class TrackedMean(nn.Module):
     """A mean per channel and its running average: what all mean normalization has in common."""
 
@@ -195,16 +205,11 @@ class InputMeanNorm(TrackedMean):
         self._start_tracking(num_features, momentum, dim, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
+        return (x - along_channels(self.mean(x), x, self.dim)).to(x.dtype)
 
     def reset_parameters(self) -> None:
         """Forget all batches; there is no parameter to draw."""
         self.reset_running_stats()
-
-    def _along_channels(self, per_channel: Tensor, x: Tensor) -> Tensor:
-        """Return one value per channel in a shape that broadcasts over x."""
-        dims_behind = x.ndim - 1 - self.dim % x.ndim
-        return per_channel.view(-1, *[1] * dims_behind)
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
@@ -253,7 +258,7 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         mean = self.mean(z)
         if self.bias is not None:
             mean = mean - self.bias
-        return (z - self._along_channels(mean, z)).to(z.dtype)
+        return (z - along_channels(mean, z, self.dim)).to(z.dtype)
 
     def extra_repr(self) -> str:
         bias = ", bias=False" if self.bias is None else ""

@@ -18,9 +18,9 @@ from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.model.graph import Graph, Node
+from geoparam.model.graph import Graph
 from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
-from geoparam.model.run import refuse_non_model, refuse_unready
+from geoparam.model.run import overrides, refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
 from geoparam.norm import TrackedMean
@@ -224,9 +224,6 @@ def decide(
             decisions.append(planner.decide(candidate))
         elif reason := _explain_unknown(module):
             decisions.append(Decision(name, type(module).__name__, False, (reason,)))
-            if reason == CALLS_NORM:
-                inner = (f"{name}.{child}".lstrip(".") for child in _find_inner_norms(module))
-                planner.reasons.update(dict.fromkeys(inner, reason))
 
     if not any(d.converted for d in decisions):
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
@@ -235,8 +232,9 @@ def decide(
     if request.norm is not None and graph is not None:
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
+        left = {d.name: d.notes[0] for d in decisions if not d.converted}
         for name in kept_norms:
-            reason = _explain_kept(model.get_submodule(name), graph.find(name), graph, decisions)
+            reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
     return Plan(
         tuple(decisions),
@@ -264,14 +262,20 @@ class _Planner:
         """Return what happens to a layer; raise where it can be neither converted nor left."""
         kind = type(candidate.module).__name__
         left = Decision(candidate.name, kind, False)
-        if reason := self._explain_left(candidate):
+        absorbed, note = self._find_norm(candidate)
+        if reason := self._explain_left(candidate, absorbed):
             return replace(left, notes=(reason,))
 
         self._refuse_computed_weight(candidate)
         self._refuse_held(candidate)
-        decision = self._choose_norm(candidate)
+        decision = replace(left, converted=True, norm=absorbed, weights=self.request.weights)
+        decision = self._choose_input_mean(candidate, decision, note)
         weight, bias = candidate.read()
-        limit = self._check_values(weight, bias, decision) if self.request.init is None else ""
+        limit, zeros = "", 0
+        if self.request.init is None and not weight.is_meta:
+            r, offset = self._measure(weight, bias, decision)
+            limit = _explain_limit(weight.dtype, r, offset)
+            zeros = int((r == 0).sum())
         if limit and decision.weights == "geometric":
             if self.request.norm != "fold" or decision.norm is None:
                 return replace(left, notes=(limit,))
@@ -280,12 +284,23 @@ class _Planner:
             decision = replace(decision, notes=notes, weights="plain")
 
         if decision.weights == "plain":
-            reason = self._explain_left_plain(candidate, decision)
-            if reason:
+            if reason := self._explain_left_plain(candidate, decision):
                 return replace(left, notes=(reason,))
-        return self._add_facts(weight, bias, decision)
 
-    def _explain_left(self, candidate: Candidate) -> str:
+        facts = list(decision.notes)
+        if decision.weights == "geometric":
+            norm = self.model.get_submodule(decision.norm) if decision.norm else None
+            has_bias = bias is not None or norm is not None
+            if zeros:
+                facts.append(f"{zeros} zero rows have r = 0")
+            if has_bias and weight.requires_grad and not learns_offset(bias, norm):
+                facts.append(
+                    "its frozen bias moves with r: bias = r * lam, and only lam stays frozen"
+                )
+        parameters = weight.numel() + (0 if bias is None else bias.numel())
+        return replace(decision, notes=tuple(facts), parameters=parameters)
+
+    def _explain_left(self, candidate: Candidate, absorbed: str | None) -> str:
         """Return why a layer that has a GmP form stays as it is, "" if it does not."""
         name, module, entry = candidate
         stored = module._parameters.get(entry.key)
@@ -300,7 +315,7 @@ class _Planner:
         filter_fn = self.request.filter_fn
         if filter_fn is not None and not filter_fn(module, name):
             return "filter_fn"
-        if filter_fn is None and name in self.outputs and not self._find_norm(candidate)[0]:
+        if filter_fn is None and name in self.outputs and absorbed is None:
             return "the output layer"
 
         others = ", ".join(self.ties.get(module, ()))
@@ -342,21 +357,18 @@ class _Planner:
                 "or leave it out with filter_fn."
             )
 
-    def _choose_norm(self, candidate: Candidate) -> Decision:
-        """Return a decision with the BatchNorm that a layer absorbs, and its input's mean."""
+    def _choose_input_mean(self, candidate: Candidate, decision: Decision, note: str) -> Decision:
+        """Return the decision with the mean of the layer's input, and what is to be noted."""
         graph, name = self.graph, candidate.name
-        decision = Decision(
-            name, type(candidate.module).__name__, True, weights=self.request.weights
-        )
         if graph is not None and name not in graph.layers:
             return replace(decision, notes=("does not run on example_inputs",))
         if self.request.norm is None or graph is None or not candidate.is_plain:
             return decision
 
-        absorbed, note = self._find_norm(candidate)
         is_first = name in graph.first
         form: InputNorm = False
         if self.request.init is None:
+            absorbed = decision.norm
             used_batch = absorbed and not is_constant(self.model.get_submodule(absorbed))
             if self.request.norm == "imn" and used_batch and not is_first:
                 form = "bias"
@@ -364,15 +376,14 @@ class _Planner:
             form = not is_first
         else:
             note = note or "no input mean: its weight is used without a call"
-        notes = (note,) if note else ()
-        return replace(decision, notes=notes, norm=absorbed, input_norm=form)
+        return replace(decision, notes=(note,) if note else (), input_norm=form)
 
     def _find_norm(self, candidate: Candidate) -> tuple[str | None, str]:
         """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
         graph, name = self.graph, candidate.name
-        if self.request.norm is None or graph is None or not candidate.is_plain:
+        if self.request.norm is None or graph is None or name not in graph.layers:
             return None, ""
-        if name not in graph.layers:
+        if not candidate.is_plain:
             return None, ""
         node, is_exclusive = graph.norm_after(name)
         if node is None or node.name is None:
@@ -406,10 +417,10 @@ class _Planner:
             return None, f"{node.name} stays: {reason}"
         return node.name, ""
 
-    def _check_values(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> str:
-        """Raise for NaN; return a reason to leave the layer where r or r lam cannot hold it."""
-        if weight.is_meta:
-            return ""
+    def _measure(
+        self, weight: Tensor, bias: Tensor | None, decision: Decision
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the length of each row, and the bias, with the norm that the layer absorbs."""
         for key, tensor in (("weight", weight), ("bias", bias)):
             if tensor is not None and not tensor.isfinite().all():
                 raise ValueError(
@@ -418,20 +429,15 @@ class _Planner:
                 )
 
         r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
-        if decision.norm:
-            gain, bias = absorb_norm(bias, self.model.get_submodule(decision.norm))
-            if not (gain.isfinite().all() and bias.isfinite().all()):
-                raise ValueError(
-                    f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
-                    f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
-                )
-            r = r * gain.abs()
-
-        longest = r.max().item()
-        if longest > torch.finfo(weight.dtype).max:
-            return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
-        steep = 0 if bias is None else int((bias.abs() > STEEPEST * r).sum())
-        return f"{steep} rows with |bias| > {STEEPEST} |weight|" if steep else ""
+        if not decision.norm:
+            return r, bias
+        gain, bias = absorb_norm(bias, self.model.get_submodule(decision.norm))
+        if not (gain.isfinite().all() and bias.isfinite().all()):
+            raise ValueError(
+                f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
+                f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
+            )
+        return r * gain.abs(), bias
 
     def _explain_left_plain(self, candidate: Candidate, decision: Decision) -> str:
         """Return why weights="plain" leaves a layer."""
@@ -447,27 +453,14 @@ class _Planner:
             return "already converted"
         return "no BatchNorm follows it directly"
 
-    def _add_facts(self, weight: Tensor, bias: Tensor | None, decision: Decision) -> Decision:
-        """Add a layer's number of parameters, and what is worth knowing about them."""
-        parameters = weight.numel() + (0 if bias is None else bias.numel())
-        decision = replace(decision, parameters=parameters)
-        if decision.weights == "plain":
-            return decision
 
-        notes = list(decision.notes)
-        norm = self.model.get_submodule(decision.norm) if decision.norm else None
-        if not weight.is_meta:
-            is_zero = ~weight.flatten(1).any(dim=1)
-            if norm is not None and self.request.init is None:
-                gain, _ = absorb_norm(bias, norm)
-                is_zero |= gain == 0
-            if zeros := int(is_zero.sum()):
-                notes.append(f"{zeros} zero rows have r = 0")
-
-        has_bias = bias is not None or norm is not None
-        if has_bias and weight.requires_grad and not learns_offset(bias, norm):
-            notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
-        return replace(decision, notes=tuple(notes))
+def _explain_limit(dtype: torch.dtype, r: Tensor, bias: Tensor | None) -> str:
+    """Return a reason to leave a layer where r or r lam cannot hold it, "" where they can."""
+    longest = r.max().item()
+    if longest > torch.finfo(dtype).max:
+        return f"a row of length {longest:.0f}, beyond the largest {dtype}"
+    steep = 0 if bias is None else int((bias.abs() > STEEPEST * r).sum())
+    return f"{steep} rows with |bias| > {STEEPEST} |weight|" if steep else ""
 
 
 def _explain_unknown(module: nn.Module) -> str:
@@ -485,7 +478,7 @@ def _explain_unknown(module: nn.Module) -> str:
     if isinstance(module, InputMeanLayer):
         return "it has its input's mean already"
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        if _find_inner_norms(module):
+        if _calls_norm(module):
             return CALLS_NORM
         return "it computes something else than its base class"
 
@@ -496,28 +489,29 @@ def _explain_unknown(module: nn.Module) -> str:
     return "no GmP form of this type" if has_matrix or is_stacked else ""
 
 
-def _explain_kept(
-    norm: nn.Module, node: Node | None, graph: Graph, decisions: Sequence[Decision]
-) -> str:
-    """Return why what uses the batch in training stays, from what comes before it in the run."""
+def _explain_kept(norm: nn.Module, name: str, graph: Graph, left: Mapping[str, str]) -> str:
+    """Return why what uses the batch in training stays, from what comes before it in the run.
+
+    `left` are the layers that stay, and why.
+    """
     if isinstance(norm, TrackedMean):
         return "it subtracts a mean and divides by nothing"
+    node = graph.find(name)
     if node is None:
-        return "it does not run on example_inputs"
+        parent = name.rpartition(".")[0]
+        return left.get(parent, "it does not run on example_inputs")
 
     before = graph.nodes[node.inputs[0]]
-    if before.kind != "layer":
+    if before.kind != "layer" or before.name is None:
         return f"{before.op} comes before it, not a layer"
-    for decision in decisions:
-        if decision.name == before.name and not decision.converted:
-            return f"{before.name} before it is left ({decision.notes[0]})"
+    if before.name in left:
+        return f"{before.name} before it is left ({left[before.name]})"
     return f"it is not all that follows {before.name}"
 
 
-def _find_inner_norms(layer: nn.Module) -> list[str]:
-    """Return the norms among a layer's children, as detectron2's Conv2d has one."""
-    kinds = {name: type(child).__name__ for name, child in layer.named_children()}
-    return [name for name, kind in kinds.items() if "norm" in kind.lower()]
+def _calls_norm(layer: nn.Module) -> bool:
+    """Return whether a norm is among a layer's children, as in detectron2's Conv2d."""
+    return any("norm" in type(child).__name__.lower() for child in layer.children())
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
@@ -547,8 +541,7 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
         return True
     if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
         return True
-    base = BatchNorm
-    return kind.forward is base.forward and kind.__call__ is base.__call__
+    return not overrides(norm, BatchNorm)
 
 
 def _explain_shared(graph: Graph, layer: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.model.graph import Node
+from geoparam.norm import along_channels
 
 Activation = nn.Module | Callable[[Tensor], Tensor] | Node
 
@@ -70,16 +71,6 @@ class SReLU(nn.Module):
         low_part = below * (z - lower).clamp(max=0)
         high_part = above * (z - upper).clamp(min=0)
         return z + (low_part + high_part).to(z.dtype)
-
-
-def along_channels(value: Any, z: Tensor, dim: int) -> Any:
-    """Return a number, or a vector over the channels in `dim`, so that it broadcasts with z."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() == 1:
-        return value.view([1] * z.ndim)
-    following = z.ndim - 1 - dim % z.ndim
-    return value.view(-1, *[1] * following)
 
 
 @dataclass(frozen=True)

@@ -240,13 +240,11 @@ def find_unit_layers(model: nn.Module) -> dict[str, UnitLayer]:
     """Return the affine layers of a model, by name, in order of registration."""
     layers = {}
     for name, module in model.named_modules():
-        if hasattr(module, "read_units"):
-            layers[name] = UnitLayer(module, count_units(module), find_channel(module))
-            continue
-        entry = find_affine(module)
-        size = 0 if entry is None else _count_rows(module, entry)
-        if entry is not None and size:
-            layers[entry.name(name)] = UnitLayer(module, size, find_channel(module))
+        size = count_units(module)
+        if size:
+            entry = find_affine(module)
+            layer = name if entry is None else entry.name(name)
+            layers[layer] = UnitLayer(module, size, find_channel(module))
     return layers
 
 
@@ -255,14 +253,10 @@ def count_units(layer: Any) -> int:
     if hasattr(layer, "read_units"):
         return layer.weight_shape[0]
     entry = find_affine(layer)
-    return 0 if entry is None else _count_rows(layer, entry)
-
-
-def _count_rows(layer: nn.Module, entry: Entry) -> int:
-    weight = layer._parameters.get(entry.key)
-    if weight is None:  # computed, or attention with a weight for each projection
-        weight = _read_weight(layer, entry)[0]
-    return 0 if weight is None else len(entry.layout.to_rows(weight))
+    weight = None if entry is None else _read_weight(layer, entry)[0]
+    if entry is None or weight is None:  # attention may have a weight for each projection
+        return 0
+    return len(entry.layout.to_rows(weight))
 
 
 def read_rows(layer: Any) -> UnitRows:

@@ -165,6 +165,14 @@ def test_zero_rows_are_reported_and_steep_rows_left() -> None:
     assert gp.verify(original, model, X) < 1e-5
 
 
+def test_rows_that_are_drawn_anew_are_no_zero_rows() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    assert "8 zero rows have r = 0" in str(gp.plan(model))
+    assert "zero rows" not in str(gp.plan(model, init="glorot"))
+
+
 def test_other_layers_are_listed() -> None:
     class Odd(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -285,13 +285,13 @@ class KeyboardInterrupts:
 def test_a_second_ctrl_c_while_a_model_is_put_back_leaves_it_whole(line: int) -> None:
     model = build_network().train()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    interrupts = KeyboardInterrupts(line)
+    interrupts, tracer = KeyboardInterrupts(line), sys.gettrace()
     handle = model[3].register_forward_hook(interrupts.forward)
     try:
         with pytest.raises(KeyboardInterrupt):
             gp.convert_(model, norm="fold", example_inputs=X)
     finally:
-        sys.settrace(None)
+        sys.settrace(tracer)
     handle.remove()
     assert interrupts.left <= 0
     assert {name: vars(module) for name, module in model.named_modules()} == before
