@@ -43,7 +43,7 @@ from geoparam.model.norms import (
     needs_batch,
     read_norm,
 )
-from geoparam.model.run import full_tensor, full_tensors, unwrap
+from geoparam.model.run import full_tensor, unwrap
 from geoparam.model.unit_layers import (
     UnitRows,
     count_positions,
@@ -242,11 +242,10 @@ def _centre(units: UnitRows, groups: int) -> UnitRows:
 def combine_terms(units: Sequence[UnitRows], like: Tensor) -> dict[str, Tensor]:
     """Return each term of all layers' units in one vector, of the type and device of `like`."""
     counts = [len(layer.rows) for layer in units]
-    terms = full_tensors([layer.terms for layer in units])
     vectors = {}
     for name, default in DEFAULTS.items():
-        if any(name in of_layer for of_layer in terms):
-            values = [of_layer.get(name, default) for of_layer in terms]
+        if any(name in layer.terms for layer in units):
+            values = [layer.terms.get(name, default) for layer in units]
             vectors[name] = _join(values, counts, like)
         else:
             vectors[name] = like.new_full((), default).expand(sum(counts))
@@ -255,16 +254,15 @@ def combine_terms(units: Sequence[UnitRows], like: Tensor) -> dict[str, Tensor]:
 
 def _join(values: Sequence[Tensor | float], counts: Sequence[int], like: Tensor) -> Tensor:
     """Return one vector of several, each as long as its count; a number fills its part."""
-    numbers: dict[float, Tensor] = {}  # each is sent to the device once
+    numbers: dict[tuple[float, int], Tensor] = {}  # each is written once
     parts = []
     for value, count in zip(values, counts, strict=True):
         if isinstance(value, Tensor):
-            part = value.to(like)
-        elif value in numbers:
-            part = numbers[value]
-        else:
-            part = numbers[value] = like.new_full((), value)
-        parts.append(part.expand(count))
+            parts.append(full_tensor(value).to(like).expand(count))
+            continue
+        if (value, count) not in numbers:
+            numbers[value, count] = like.new_full((count,), value)
+        parts.append(numbers[value, count])
     return torch.cat(parts)
 
 

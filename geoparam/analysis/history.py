@@ -12,6 +12,7 @@ is written over by the next record.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,28 +136,30 @@ class History(Mapping[str, LayerHistory]):
         width = max(map(len, self._rows_of))
         numbers = [(name, "f8") for name in columns]
         dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
-        self._summary = GrowingArray(dtype, path, resume)
-        self._check_layers()
 
-        self._units: GrowingArray | None = None
         self._unit_columns = tuple(unit_columns)
         self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
-        if counts is not None:
-            total = 0
-            for name, count in zip(layers, counts, strict=True):
-                self._slices[name] = slice(total, total + count)
-                total += count
-            arrays = [(name, "f8", (total,)) for name in unit_columns]
-            dtype = np.dtype([("step", "i8"), *arrays])
-            beside = None if path is None else Path(path).with_suffix(".units.npy")
-            self._units = GrowingArray(dtype, beside, resume)
-            self._match_units(self._units)
+        total = 0
+        for name, count in zip(layers, counts or [0] * len(layers), strict=True):
+            self._slices[name] = slice(total, total + count)
+            total += count
+        arrays = [(name, "f8", (total,)) for name in unit_columns]
+        dtype_of_units = np.dtype([("step", "i8"), *arrays])
+
+        beside = None if path is None else Path(path).with_suffix(".units.npy")
+        self._units: GrowingArray | None = None
+        with removing_new(path, beside):
+            self._summary = GrowingArray(dtype, path, resume)
+            self._check_layers()
+            if counts is not None:
+                self._units = GrowingArray(dtype_of_units, beside, resume)
+                self._match_units(self._units)
 
     def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
         """Add a record, to both files or to none; return its rows of the summary.
 
-        `values` are (layers + 1, columns), the network's last; `units` have one row for each of
-        the units' columns, over the units of all layers.
+        `values` are (layers + 1, columns), the network's last; `units`, which are left out if
+        they are not kept, have one row for each of the units' columns, over all layers.
         """
         rows = np.zeros(len(self._rows_of), self._summary.dtype)
         rows["step"] = step
@@ -218,6 +221,8 @@ class History(Mapping[str, LayerHistory]):
         """
         from geoparam import plots
 
+        self._check_quantity(quantity)
+        layers = [layers] if isinstance(layers, str) else layers
         names = list(self.layers if layers is None else layers)
         values = np.array([self[name][quantity] for name in names])
         return plots.layer_curves(values, layers=names, label=quantity, steps=self.steps, ax=axes)
@@ -243,8 +248,7 @@ class History(Mapping[str, LayerHistory]):
 
     def table(self, quantity: str) -> np.ndarray:
         """Return one quantity of the summary for all layers, (layers, records)."""
-        if quantity not in self.quantities:
-            raise ValueError(f"no quantity {quantity!r}; there are: {', '.join(self.quantities)}.")
+        self._check_quantity(quantity)
         records = self._summary.rows[quantity].reshape(-1, len(self._rows_of))
         return records[:, :-1].T.copy()  # the network's is the last
 
@@ -284,6 +288,10 @@ class History(Mapping[str, LayerHistory]):
             lines.append(f"of each unit: {', '.join(self._unit_columns)}")
         return "\n  ".join(_shorten(line) for line in lines)
 
+    def _check_quantity(self, quantity: str) -> None:
+        if quantity not in self.quantities:
+            raise ValueError(f"no quantity {quantity!r}; there are: {', '.join(self.quantities)}.")
+
     def _check_layers(self) -> None:
         """Refuse a file with the layers of another model; records may have the same length."""
         layers = self._summary.rows["layer"]
@@ -304,6 +312,19 @@ class History(Mapping[str, LayerHistory]):
                 "Give another file."
             )
         units.truncate(records)
+
+
+@contextmanager
+def removing_new(*paths: Any) -> Iterator[None]:
+    """After an error, remove the files that were not there before; other objects are no paths."""
+    named = [Path(path) for path in paths if isinstance(path, str | os.PathLike)]
+    new = [path for path in named if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _shorten(line: str, width: int = 400) -> str:
