@@ -166,7 +166,7 @@ class BoundaryTracker:
                 self._begin(batch)
             elif self._takes_part:
                 find_sites(self.model, layers=layers)  # refuses wrong names now
-                hook = _FirstBatch(self._see_first_batch)
+                hook = Hook(self._see_first_batch)
                 self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
                 self.remove_on_close(self._first_batch)
 
@@ -223,9 +223,10 @@ class BoundaryTracker:
             self._go_on(state)
         self._steps, self._loaded = state["step"], state
 
-    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        self._begin(args, kwargs)
-        self._first_batch.remove()
+    def _see_first_batch(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling() and not is_tracing():
+            self._begin(args, kwargs)
+            self._first_batch.remove()
 
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
         """Find what follows each layer, and take the first snapshot, to compare with."""
@@ -335,19 +336,18 @@ def _start_copy(step: int, values: Tensor) -> _Pending:
     return _Pending(step, host, arrived)
 
 
-class _FirstBatch:
-    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
+class Hook:
+    """Calls a tracker; in a copy of the model or optimizer it does nothing."""
 
-    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
-        self._see = see
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
 
-    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        is_hidden = torch.compiler.is_compiling() or is_tracing()
-        if self._see is not None and not is_hidden:
-            self._see(args, kwargs)
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
 
     def __reduce__(self) -> tuple:
-        return _FirstBatch, ()
+        return Hook, ()
 
 
 def _check_options(keep: str, every: int, units: int | None, resume: bool, file: Any) -> None:
