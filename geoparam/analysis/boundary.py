@@ -27,6 +27,7 @@ a layer normalises the mean of its own input (IMN), x is the centred input.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from geoparam.model.norms import (
     needs_batch,
     read_norm,
 )
-from geoparam.model.run import full_tensor, full_tensors, unwrap
+from geoparam.model.run import full_tensor, unwrap
 from geoparam.model.unit_layers import (
     UnitRows,
     count_positions,
@@ -241,31 +242,18 @@ def _centre(units: UnitRows, groups: int) -> UnitRows:
 
 def combine_terms(units: Sequence[UnitRows], like: Tensor) -> dict[str, Tensor]:
     """Return each term of all layers' units in one vector, of the type and device of `like`."""
-    counts = [len(layer.rows) for layer in units]
-    terms = full_tensors([layer.terms for layer in units])
+    filled = cache(lambda value, count: like.new_full((count,), value))  # each is made once
     vectors = {}
     for name, default in DEFAULTS.items():
-        if any(name in of_layer for of_layer in terms):
-            values = [of_layer.get(name, default) for of_layer in terms]
-            vectors[name] = _join(values, counts, like)
-        else:
-            vectors[name] = like.new_full((), default).expand(sum(counts))
+        parts = []
+        for layer in units:
+            value, count = layer.terms.get(name, default), len(layer.rows)
+            if isinstance(value, Tensor):
+                parts.append(full_tensor(value).to(like).expand(count))
+            else:
+                parts.append(filled(value, count))
+        vectors[name] = torch.cat(parts)
     return vectors
-
-
-def _join(values: Sequence[Tensor | float], counts: Sequence[int], like: Tensor) -> Tensor:
-    """Return one vector of several, each as long as its count; a number fills its part."""
-    numbers: dict[float, Tensor] = {}  # each is sent to the device once
-    parts = []
-    for value, count in zip(values, counts, strict=True):
-        if isinstance(value, Tensor):
-            part = value.to(like)
-        elif value in numbers:
-            part = numbers[value]
-        else:
-            part = numbers[value] = like.new_full((), value)
-        parts.append(part.expand(count))
-    return torch.cat(parts)
 
 
 def place_boundaries(terms: dict[str, Tensor]) -> Places:

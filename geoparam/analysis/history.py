@@ -10,8 +10,10 @@ record counts once the summary's header says so: what a failed write left in the
 is written over by the next record.
 """
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ class GrowingArray:
         self.dtype = dtype
         self.path = None if path is None else Path(path)
         self._parts = [np.empty(0, dtype)]
-        self._header_size = 0
+        self._length = 0
         if self.path is None:
             return
         if self.path.is_dir():
@@ -42,14 +44,15 @@ class GrowingArray:
             raise FileExistsError(
                 f"{self.path} exists. Go on with it by resume=True, or give another."
             )
+        rows = self._parts[0]
         if self.path.exists() and self.path.stat().st_size:  # else killed before the header
-            self._parts = [_read(self.path, dtype)]
+            rows = _read(self.path, dtype)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        self.truncate(len(self))
+        self.write(0, rows)
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self._parts)
+        return self._length
 
     @property
     def rows(self) -> np.ndarray:
@@ -58,33 +61,27 @@ class GrowingArray:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
-    def write(self, rows: np.ndarray) -> None:
-        """Write rows to the file; they count once `add` is called with them."""
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """Let `rows` follow the first `start` rows; those that followed are forgotten."""
         if self.path is not None:
-            self._write(rows)
-
-    def add(self, rows: np.ndarray) -> None:
-        """Let rows count that were written."""
+            self._write_file(self.path, start, rows)
+        if start < len(self):
+            self._parts = [self.rows[:start].copy()]
         self._parts.append(rows)
+        self._length = start + len(rows)
 
-    def truncate(self, length: int) -> None:
-        """Forget the rows from `length` on."""
-        self._parts = [self.rows[:length].copy()]
-        self.write(self.rows[:0])
-
-    def _write(self, rows: np.ndarray) -> None:
-        """Write rows after those that count, and then, in the header, how many there are now."""
-        assert self.path is not None
+    def _write_file(self, path: Path, start: int, rows: np.ndarray) -> None:
+        """Write rows, and then, in the header, how many there are now."""
         header: dict = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
-        with self.path.open("r+b") as file:
-            if len(rows):
-                file.seek(self._header_size + len(self) * self.dtype.itemsize)
-                file.write(rows.tobytes())
-                file.truncate()
-                file.seek(0)  # flushes: rows are written before the header
-            header["shape"] = (len(self) + len(rows),)
-            np.lib.format.write_array_header_2_0(file, header)
-            self._header_size = file.tell()
+        header["shape"] = (start + len(rows),)
+        text = io.BytesIO()  # of the same length for any number of rows
+        np.lib.format.write_array_header_2_0(text, header)
+        with path.open("r+b") as file:
+            file.seek(len(text.getvalue()) + start * self.dtype.itemsize)
+            file.write(rows.tobytes())
+            file.truncate()
+            file.seek(0)  # flushes: rows are written before the header
+            file.write(text.getvalue())
 
 
 def _read(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -135,55 +132,52 @@ class History(Mapping[str, LayerHistory]):
         width = max(map(len, self._rows_of))
         numbers = [(name, "f8") for name in columns]
         dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
-        self._summary = GrowingArray(dtype, path, resume)
-        self._check_layers()
 
-        self._units: GrowingArray | None = None
         self._unit_columns = tuple(unit_columns)
         self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
-        if counts is not None:
-            total = 0
-            for name, count in zip(layers, counts, strict=True):
-                self._slices[name] = slice(total, total + count)
-                total += count
-            arrays = [(name, "f8", (total,)) for name in unit_columns]
-            dtype = np.dtype([("step", "i8"), *arrays])
-            beside = None if path is None else Path(path).with_suffix(".units.npy")
-            self._units = GrowingArray(dtype, beside, resume)
-            self._match_units(self._units)
+        total = 0
+        for name, count in zip(layers, counts or [0] * len(layers), strict=True):
+            self._slices[name] = slice(total, total + count)
+            total += count
+        arrays = [(name, "f8", (total,)) for name in unit_columns]
+        dtype_of_units = np.dtype([("step", "i8"), *arrays])
+
+        beside = None if path is None else Path(path).with_suffix(".units.npy")
+        self._units: GrowingArray | None = None
+        with removing_new(path, beside):
+            self._summary = GrowingArray(dtype, path, resume)
+            self._check_layers()
+            if counts is not None:
+                self._units = GrowingArray(dtype_of_units, beside, resume)
+                self._match_units(self._units)
 
     def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
         """Add a record, to both files or to none; return its rows of the summary.
 
-        `values` are (layers + 1, columns), the network's last; `units` have one row for each of
-        the units' columns, over the units of all layers.
+        `values` are (layers + 1, columns), the network's last; `units`, which are left out if
+        they are not kept, have one row for each of the units' columns, over all layers.
         """
         rows = np.zeros(len(self._rows_of), self._summary.dtype)
         rows["step"] = step
         rows["layer"] = list(self._rows_of)
         for column, name in enumerate(self.quantities):
             rows[name] = values[:, column]
-        if self._units is None or units is None:
-            self._summary.write(rows)
-            self._summary.add(rows)
-            return rows
-
-        row = np.zeros(1, self._units.dtype)
-        row["step"] = step
-        for name, values_of_units in zip(self._unit_columns, units, strict=True):
-            row[name] = values_of_units
-        self._units.write(row)
-        self._summary.write(rows)  # if it fails, neither counts, and the next row is written over
-        self._units.add(row)
-        self._summary.add(rows)
+        records = len(self._summary) // len(self._rows_of)
+        if self._units is not None and units is not None:
+            row = np.zeros(1, self._units.dtype)
+            row["step"] = step
+            for name, values_of_units in zip(self._unit_columns, units, strict=True):
+                row[name] = values_of_units
+            self._units.write(records, row)  # does not count before the summary's rows do
+        self._summary.write(len(self._summary), rows)
         return rows
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, of a run that was killed and went on from `step`."""
         kept = int((self.steps <= step).sum())
-        self._summary.truncate(kept * len(self._rows_of))
+        self._summary.write(kept * len(self._rows_of), self.rows[:0])
         if self._units is not None:
-            self._units.truncate(kept)
+            self._units.write(kept, self._units.rows[:0])
 
     @property
     def steps(self) -> np.ndarray:
@@ -218,6 +212,8 @@ class History(Mapping[str, LayerHistory]):
         """
         from geoparam import plots
 
+        self._check_quantity(quantity)
+        layers = [layers] if isinstance(layers, str) else layers
         names = list(self.layers if layers is None else layers)
         values = np.array([self[name][quantity] for name in names])
         return plots.layer_curves(values, layers=names, label=quantity, steps=self.steps, ax=axes)
@@ -243,8 +239,7 @@ class History(Mapping[str, LayerHistory]):
 
     def table(self, quantity: str) -> np.ndarray:
         """Return one quantity of the summary for all layers, (layers, records)."""
-        if quantity not in self.quantities:
-            raise ValueError(f"no quantity {quantity!r}; there are: {', '.join(self.quantities)}.")
+        self._check_quantity(quantity)
         records = self._summary.rows[quantity].reshape(-1, len(self._rows_of))
         return records[:, :-1].T.copy()  # the network's is the last
 
@@ -284,6 +279,10 @@ class History(Mapping[str, LayerHistory]):
             lines.append(f"of each unit: {', '.join(self._unit_columns)}")
         return "\n  ".join(_shorten(line) for line in lines)
 
+    def _check_quantity(self, quantity: str) -> None:
+        if quantity not in self.quantities:
+            raise ValueError(f"no quantity {quantity!r}; there are: {', '.join(self.quantities)}.")
+
     def _check_layers(self) -> None:
         """Refuse a file with the layers of another model; records may have the same length."""
         layers = self._summary.rows["layer"]
@@ -303,7 +302,20 @@ class History(Mapping[str, LayerHistory]):
                 "they are not of the same steps: the files are not of one run with keep='full'. "
                 "Give another file."
             )
-        units.truncate(records)
+        units.write(records, units.rows[:0])
+
+
+@contextmanager
+def removing_new(*paths: Any) -> Iterator[None]:
+    """After an error, remove the files that were not there before; other objects are no paths."""
+    named = [Path(path) for path in paths if isinstance(path, str | os.PathLike)]
+    new = [path for path in named if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _shorten(line: str, width: int = 400) -> str:

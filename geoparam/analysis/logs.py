@@ -1,6 +1,7 @@
 """Where a tracker's scalars go: TensorBoard, W&B, Lightning's loggers, or a CSV file."""
 
 import csv
+import io
 import logging
 import math
 import os
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+
+from geoparam.storage import replacing
 
 Scalars = Mapping[str, float]  # by tag: quantity/layer
 WRONG_LOG = (
@@ -43,46 +46,59 @@ class ScalarLog:
 class CSVLog:
     """Appends each record to a CSV file, a row for each layer and the network's.
 
-    The columns are step, layer and the quantities; a value that is not known is empty.
+    The columns are step, layer and the quantities; a value that is not known is empty. What is
+    left of a write that was broken off is written over by the next one.
     """
 
     def __init__(
         self, path: str | os.PathLike, quantities: Sequence[str], resume: bool = False
     ) -> None:
         self.path = Path(path)
-        self._columns = ["step", "layer", *quantities]
-        _refuse_existing(self.path, resume)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._read() if self.path.exists() else []
-        if not rows:
-            self._append([self._columns])
-        elif rows[0] != self._columns:
-            raise ValueError(
-                f"{self.path} has other columns: {', '.join(rows[0])}. Give another file."
+        if self.path.suffix != ".csv":
+            raise ValueError(WRONG_LOG.format(repr(os.fspath(path))))
+        if self.path.exists() and not resume:
+            raise FileExistsError(
+                f"{self.path} exists. Go on with it by resume=True, or give another."
             )
+        self._columns = ["step", "layer", *quantities]
+        lines = self._read() if self.path.exists() else []
+        header, *rows = lines or [self._columns]
+        if header != self._columns:
+            raise ValueError(
+                f"{self.path} has other columns: {', '.join(header)}. Give another file."
+            )
+        self._replace(rows)
 
     def write(self, rows: np.ndarray) -> None:
         """Append one record; it is in the file when this returns."""
         lines = []
         for row in rows[self._columns].tolist():
             lines.append(["" if value != value else value for value in row])  # NaN is empty
-        self._append(lines)
+        text = _format(lines)
+        with self.path.open("r+b") as file:
+            file.truncate(self._size)
+            file.seek(self._size)
+            file.write(text)
+        self._size += len(text)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, of a run that was killed and went on from `step`."""
-        header, *rows = self._read()
-        kept = [row for row in rows if int(row[0]) <= step]
-        if len(kept) < len(rows):
-            self.path.unlink()
-            self._append([header, *kept])
+        _, *rows = self._read()
+        self._replace([row for row in rows if int(row[0]) <= step])
 
     def _read(self) -> list[list[str]]:
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return list(csv.reader(file))
+        """Return the whole lines of the file."""
+        lines = self.path.read_bytes().decode(errors="replace").splitlines(keepends=True)
+        if len(lines) > 1 and not lines[-1].endswith("\n"):  # from a process that was killed
+            lines.pop()
+        return [row for row in csv.reader(lines) if row]
 
-    def _append(self, lines: Sequence[Sequence[object]]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(lines)
+    def _replace(self, rows: Sequence[Sequence[str]]) -> None:
+        """Write the file anew, with these rows below the names of the columns."""
+        text = _format([self._columns, *rows])
+        with replacing(self.path) as unfinished:
+            unfinished.write_bytes(text)
+        self._size = len(text)  # in bytes, of what counts
 
 
 def open_log(log: Any, quantities: Sequence[str], resume: bool) -> ScalarLog | CSVLog:
@@ -92,19 +108,10 @@ def open_log(log: Any, quantities: Sequence[str], resume: bool) -> ScalarLog | C
     return ScalarLog(_find_sender(log), quantities)
 
 
-def check_log(log: Any, resume: bool) -> None:
-    """Refuse what is neither a writer nor the path of a CSV file that is new or goes on."""
-    if isinstance(log, str | os.PathLike):
-        if Path(log).suffix != ".csv":
-            raise ValueError(WRONG_LOG.format(repr(os.fspath(log))))
-        _refuse_existing(Path(log), resume)
-    elif log is not None:
-        _find_sender(log)
-
-
-def _refuse_existing(path: Path, resume: bool) -> None:
-    if path.exists() and not resume:
-        raise FileExistsError(f"{path} exists. Go on with it by resume=True, or give another.")
+def _format(lines: Sequence[Sequence[object]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(lines)
+    return text.getvalue().encode()
 
 
 def _find_sender(log: Any) -> Callable[[Scalars, int], None]:

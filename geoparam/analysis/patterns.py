@@ -16,16 +16,13 @@ w_i of 32 bits, with random keys k_i. Two different patterns get the same one wi
 Smooth activations have no bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.sites import Site
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
 # at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
@@ -94,6 +91,15 @@ class Pattern:
     def distinct(self) -> Tensor:
         """Return in how many different regions the points are."""
         return _count_distinct(fingerprints(self.packed))
+
+
+def make_pattern(sides: Iterable[Tensor]) -> Pattern:
+    """Return the pattern of bools (N, ...), one tensor for each breakpoint."""
+    parts = []
+    for side in sides:
+        bits = side.flatten(1)
+        parts.append(Pattern(pack(bits), bits.shape[1]))
+    return _join(parts)
 
 
 class Change(NamedTuple):
@@ -193,44 +199,3 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
     if len(prints) == 1:
         return prints[0]
     return fingerprints(torch.stack(list(prints), dim=1).view(torch.uint8))
-
-
-class Collector:
-    """Packs pre-activations and inputs of max pools, as a run of a model shows them.
-
-    A layer is left out if its activation has no breakpoints, if its input is empty, or if its
-    first dimension is not that of the examples. Without a number of examples the first input says
-    how many there are.
-    """
-
-    def __init__(self, examples: int | None) -> None:
-        self.examples = examples
-        self.left_out: set[str] = set()
-        self._parts: dict[int, Pattern] = {}
-        self._layers: dict[str, set[int]] = {}
-
-    def add(self, site: Site, step: int, z: Tensor, above: Tensor | None) -> None:
-        """Add the bits of what a step reads: on which side of each breakpoint, (K, *z.shape)."""
-        is_pool = isinstance(site.activation, MaxPool)
-        if not z.numel() or not (is_pool or above is not None):
-            return
-        if self.examples is None:
-            self.examples = len(z)
-        if z.shape[:1] != (self.examples,):
-            self.left_out.add(site.name)
-            return
-        self._layers.setdefault(site.name, set()).add(step)
-        if step not in self._parts:
-            sides = [site.activation(z)] if above is None else above
-            parts = []
-            for side in sides:
-                bits = side.flatten(1)
-                parts.append(Pattern(pack(bits), bits.shape[1]))
-            self._parts[step] = _join(parts)
-
-    def patterns(self) -> Patterns | None:
-        """Return the patterns; None if no layer has breakpoints."""
-        if not self._parts:
-            return None
-        layers = {name: sorted(steps) for name, steps in self._layers.items()}
-        return Patterns(dict(sorted(self._parts.items())), layers)

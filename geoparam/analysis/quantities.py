@@ -18,8 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from geoparam.analysis.history import NETWORK
@@ -74,9 +74,7 @@ class Rotation(UnitQuantity):
 
     def measure(self, interval: Interval) -> Tensor:
         near, far = interval.chords
-        is_unknown = (interval.before.sign * interval.now.sign).isnan()
-        turn = 2 * torch.atan2(near, far)
-        return torch.where(is_unknown, torch.nan, turn.rad2deg())
+        return (2 * torch.atan2(near, far)).rad2deg()
 
 
 class Displacement(UnitQuantity):
@@ -142,10 +140,14 @@ class Count(LayerQuantity):
     columns = ("units", "undefined")
 
     def measure(self, interval: Interval) -> Sequence[Mapping[str, Tensor]]:
-        undefined = sum_by_layer(interval, interval.now.sign.isnan().double())
-        names = (*interval.layout.sites, NETWORK)
-        sizes = dict(zip(names, interval.layout.sizes, strict=True))
-        return sizes, dict(zip(names, undefined, strict=True))
+        layout = interval.layout
+        is_undefined = interval.now.sign.isnan().double()
+        undefined = layout.sizes.new_zeros(len(layout.counts))
+        undefined.index_add_(0, layout.layer_of, is_undefined)
+
+        names = (*layout.sites, NETWORK)
+        sizes = dict(zip(names, layout.sizes, strict=True))
+        return sizes, dict(zip(names, (*undefined, undefined.sum()), strict=True))
 
 
 class Activity(LayerQuantity):
@@ -269,53 +271,24 @@ def _find_quantity(name: str) -> Quantity:
 
 
 @torch.no_grad()
-def measure(quantities: Sequence[Quantity], interval: Interval) -> tuple[Tensor, Tensor]:
-    """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total)."""
-    columns: dict[str, Tensor] = {}
-    by_unit: dict[UnitQuantity, Tensor] = {}
+def measure(quantities: Sequence[Quantity], interval: Interval) -> Tensor:
+    """Return all numbers of a record in one vector on the model's device.
+
+    In the order of the quantities: one for each followed unit, or, for each column of a
+    `LayerQuantity`, one for each layer and the network's.
+    """
+    unknown = interval.now.sign * torch.nan
+    vectors: list[Tensor] = []
     for quantity in quantities:
         is_known = interval.readings is not None or not quantity.needs_probe
         if isinstance(quantity, UnitQuantity):
-            unknown = interval.now.sign * torch.nan
-            by_unit[quantity] = quantity.measure(interval) if is_known else unknown
-        elif is_known:
-            for column, by_layer in zip(quantity.columns, quantity.measure(interval), strict=True):
-                columns[column] = _make_column(interval, by_layer)
-    columns |= _summarise(by_unit, interval)
-
-    unknown = _make_column(interval, {})
-    names = [column for quantity in quantities for column in quantity.columns]
-    summary = torch.stack([columns.get(name, unknown) for name in names], dim=1)
-    units = [values.double() for values in by_unit.values()]
-    return summary, torch.stack(units) if units else unknown
-
-
-def _summarise(by_unit: Mapping[UnitQuantity, Tensor], interval: Interval) -> dict[str, Tensor]:
-    """Return the columns of quantities of units, (layers + 1,) each."""
-    layout = interval.layout
-    sizes = {quantity: quantity.size(v) for quantity, v in by_unit.items() if quantity.levels}
-    if not sizes:
-        return {}
-
-    values = torch.stack([*sizes.values()])
-    levels = [*LEVELS.values()]
-    quantiles = compute_quantiles(values, layout.layer_of, len(layout.counts), levels).double()
-    columns: dict[str, Tensor] = {}
-    for (quantity, size), by_level in zip(sizes.items(), quantiles, strict=True):
-        for level, column in zip(LEVELS, by_level.T, strict=True):
-            columns[f"{quantity.name}_{level}"] = column
-        if "rms" in quantity.levels:
-            known = sum_by_layer(interval, (~size.isnan()).double())
-            squares = sum_by_layer(interval, size.double().nan_to_num(nan=0.0).square())
-            columns[f"{quantity.name}_rms"] = (squares / known).sqrt()
-    return columns
-
-
-def sum_by_layer(interval: Interval, values: Tensor) -> Tensor:
-    """Return the sum of values (total,) over each layer's units, and over all layers."""
-    layout = interval.layout
-    sums = values.new_zeros(len(layout.counts)).index_add(0, layout.layer_of, values)
-    return torch.cat([sums, sums.sum(dim=0, keepdim=True)])
+            vectors.append(quantity.measure(interval) if is_known else unknown)
+        else:
+            nothing: list[Mapping[str, Tensor]] = [{} for _ in quantity.columns]
+            columns = quantity.measure(interval) if is_known else nothing
+            for _, by_layer in zip(quantity.columns, columns, strict=True):
+                vectors.append(_make_column(interval, by_layer))
+    return torch.cat([vector.double() for vector in vectors])
 
 
 def _make_column(interval: Interval, by_layer: Mapping[str, Tensor]) -> Tensor:
@@ -325,43 +298,88 @@ def _make_column(interval: Interval, by_layer: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([value.to(unknown) for value in values])
 
 
-def compute_quantiles(
-    values: Tensor, layer_of: Tensor, count: int, levels: Sequence[float]
-) -> Tensor:
-    """Return quantiles (Q, count + 1, levels) of values (Q, N) in each layer, and of all.
+def summarise(
+    quantities: Sequence[Quantity], measured: np.ndarray, counts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total).
 
-    `layer_of` (N,) has the number of each column's layer. Quantiles interpolate linearly, as
-    numpy's do. NaN counts as missing; all missing give NaN.
+    Args:
+        measured: What `measure` has returned.
+        counts: The number of followed units in each layer.
+    """
+    columns: dict[str, np.ndarray] = {}
+    by_unit: dict[UnitQuantity, np.ndarray] = {}
+    for quantity in quantities:
+        if isinstance(quantity, UnitQuantity):
+            by_unit[quantity], measured = np.split(measured, [sum(counts)])
+        else:
+            for column in quantity.columns:
+                columns[column], measured = np.split(measured, [len(counts) + 1])
+
+    sizes = {}
+    for quantity, values in by_unit.items():
+        if quantity.levels:
+            sizes[quantity] = quantity.size(torch.from_numpy(values)).numpy()
+    if sizes:
+        columns |= _summarise_units(sizes, counts)
+
+    names = [column for quantity in quantities for column in quantity.columns]
+    summary = np.stack([columns[name] for name in names], axis=1)
+    return summary, np.stack([*by_unit.values()]) if by_unit else summary[:0]
+
+
+def _summarise_units(
+    sizes: Mapping[UnitQuantity, np.ndarray], counts: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Return the columns of quantities of units, (layers + 1,) each."""
+    quantiles = compute_quantiles(np.stack([*sizes.values()]), counts, [*LEVELS.values()])
+    columns: dict[str, np.ndarray] = {}
+    for (quantity, size), by_level in zip(sizes.items(), quantiles, strict=True):
+        for level, column in zip(LEVELS, by_level.T, strict=True):
+            columns[f"{quantity.name}_{level}"] = column
+        if "rms" in quantity.levels:
+            known = sum_by_layer(~np.isnan(size), counts)
+            squares = sum_by_layer(np.nan_to_num(size) ** 2, counts)
+            with np.errstate(invalid="ignore"):  # 0 / 0: none is known
+                columns[f"{quantity.name}_rms"] = np.sqrt(squares / known)
+    return columns
+
+
+def sum_by_layer(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Return the sums (..., layers + 1) of values (..., N) in each layer, and of all."""
+    starts = np.cumsum([0, *counts[:-1]])
+    sums = np.add.reduceat(values, starts, axis=-1, dtype=float)
+    return np.concatenate([sums, sums.sum(axis=-1, keepdims=True)], axis=-1)
+
+
+def compute_quantiles(
+    values: np.ndarray, counts: Sequence[int], levels: Sequence[float]
+) -> np.ndarray:
+    """Return quantiles (Q, layers + 1, levels) of values (Q, N) in each layer, and of all.
+
+    Quantiles interpolate linearly, as numpy's do. NaN counts as missing; all missing give NaN.
 
     Example:
-        >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
-        tensor([[[3., 5.],
-                 [7., 7.],
-                 [4., 7.]]])
+        >>> values = np.array([[5., 1., 3., np.nan, 7.]])
+        >>> compute_quantiles(values, [3, 2], (0.5, 1.0)).tolist()
+        [[[3.0, 5.0], [7.0, 7.0], [4.0, 7.0]]]
     """
     # Layer after layer, each in rising order, and then the network; NaN comes last in each.
-    network, order = values.sort(dim=1)
-    order = order.gather(1, layer_of[order].argsort(dim=1, stable=True))
-    ordered = torch.cat([values.gather(1, order), network], dim=1)
-
-    is_known = (~values.isnan()).long()
-    zeros = is_known.new_zeros(len(values), count)
-    sizes = zeros[0].index_add(0, layer_of, torch.ones_like(layer_of))
-    first = F.pad(sizes.cumsum(0), (1, 0))  # of each layer, and of the network
-    known = zeros.index_add(1, layer_of, is_known)
-    known = torch.cat([known, known.sum(dim=1, keepdim=True)], dim=1)
+    ends = np.cumsum(counts)
+    parts = [*np.split(values, ends[:-1], axis=1), values]
+    ordered = np.concatenate([np.sort(part, axis=1) for part in parts], axis=1)
+    first = np.array([0, *ends])
+    known = sum_by_layer(~np.isnan(values), counts)
 
     # A quantile is between two ranks: level 0 is that of the first value, 1 of the last known.
-    shares = torch.stack([values.new_full((), level) for level in levels])
-    rank = shares * (known - 1).clamp(min=0)[:, :, None]
-    below, above = rank.floor(), rank.ceil()
-    low = _take(ordered, first[:, None] + below.long())
-    high = _take(ordered, first[:, None] + above.long())
-    between = torch.lerp(low, high, rank - below)
-    return torch.where(low == high, low, between)  # infinity less infinity is NaN
+    rank = np.maximum(known - 1, 0)[:, :, None] * np.array(levels)
+    low = _take(ordered, first[:, None] + np.floor(rank).astype(int))
+    high = _take(ordered, first[:, None] + np.ceil(rank).astype(int))
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        between = low + (high - low) * (rank % 1)
+    return np.where(low == high, low, between)
 
 
-def _take(rows: Tensor, places: Tensor) -> Tensor:
+def _take(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return the elements of rows (Q, N) at places (Q, ...)."""
-    return rows.gather(1, places.flatten(1)).view(places.shape)
+    return np.take_along_axis(rows, places.reshape(len(rows), -1), axis=1).reshape(places.shape)

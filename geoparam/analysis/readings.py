@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.patterns import Collector, Patterns
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.patterns import Pattern, Patterns, make_pattern
 from geoparam.analysis.sites import Inputs, Layers, Site, Sites, find_sites
 from geoparam.model.activations import breaks
 from geoparam.model.graph import Step
@@ -52,22 +53,26 @@ class Readings:
     """
 
     def __init__(self, model: nn.Module, probe: Inputs, sites: Sites, batch: bool = False) -> None:
+        self.examples = _count_examples(probe)
+        self.left_out: set[str] = set()
         self._shares = defaultdict[str, list[Tensor]](list)  # active, then above; of each call
+        self._parts: dict[int, Pattern] = {}  # of each step
+        self._layers = defaultdict[str, set[int]](set)  # their steps
         self._moments: dict[str, list[Moments]] = {}
         for name, site in sites.layers.items():
             if site.norm is not None and needs_batch(site.norm, model, batch):
                 self._moments[name] = []
-        self._collector = Collector(_count_examples(probe))
 
         self.took_same_steps = self._run(model, probe, sites, batch)
-        self.patterns: Patterns | None = None
-        self.left_out, self.examples = self._collector.left_out, self._collector.examples
-        if self.took_same_steps:
-            self.patterns = self._collector.patterns()
-        else:
+        if not self.took_same_steps:
             self._shares.clear()
+            self._parts.clear()
             self._moments = {name: [] for name in self._moments}
 
+        self.patterns: Patterns | None = None
+        if self._parts:
+            layers = {name: sorted(steps) for name, steps in self._layers.items()}
+            self.patterns = Patterns(dict(sorted(self._parts.items())), layers)
         shares = {name: torch.stack(calls).mean(dim=0) for name, calls in self._shares.items()}
         self.active = {name: share[0] for name, share in shares.items()}
         self.above = {name: share[1:] for name, share in shares.items()}
@@ -118,15 +123,27 @@ class Readings:
 
     def _see_activation(self, site: Site, step: int, z: Tensor) -> None:
         """Read an activation's input, which has its units in dimension `site.channel`."""
-        breakpoints = breaks(site.activation)
-        if breakpoints is None:  # a max pool, or smooth
-            self._collector.add(site, step, z, None)
+        if not z.numel():
             return
-        above = breakpoints.above(z, site.channel)
-        if site.layer is not None and z.numel():
-            shares = breakpoints.measure_shares(z, site.channel)
-            self._shares[site.name].append(shares)
-        self._collector.add(site, step, z, above)
+        breakpoints = breaks(site.activation)
+        if breakpoints is not None:
+            sides = [*breakpoints.above(z, site.channel)]
+            if site.layer is not None:
+                shares = breakpoints.measure_shares(z, site.channel)
+                self._shares[site.name].append(shares)
+        elif isinstance(site.activation, MaxPool):
+            sides = [site.activation(z)]
+        else:  # smooth
+            return
+
+        if self.examples is None:
+            self.examples = len(z)
+        if z.shape[:1] != (self.examples,):
+            self.left_out.add(site.name)
+            return
+        self._layers[site.name].add(step)
+        if step not in self._parts:
+            self._parts[step] = make_pattern(sides)
 
     def _see_norm(self, site: Site, z: Tensor) -> None:
         self._moments[site.name].append(compute_moments(site.norm, z))

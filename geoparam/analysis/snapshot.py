@@ -18,10 +18,9 @@ from geoparam.analysis.patterns import Changes, Pattern, Patterns
 from geoparam.analysis.readings import Readings
 from geoparam.analysis.sites import Inputs, Site, Sites
 from geoparam.model.norms import Moments
-from geoparam.model.run import full_tensor, full_tensors
+from geoparam.model.run import full_tensor
 from geoparam.model.unit_layers import UnitRows
 
-BLOCK = 1 << 18  # elements; 1 MiB in float32, which the cache of a core holds
 SAFE_LENGTHS = {torch.float32: (1e-15, 1e15), torch.float64: (1e-150, 1e150)}
 
 
@@ -30,6 +29,7 @@ class Snapshot(NamedTuple):
 
     A direction is kept without the sign of its unit's gain (gamma, or r inside), which would only
     turn it around. Only the latest snapshot has directions: the next one turns them in place.
+    Until that one is finished and measured, the latest is `lost`.
     """
 
     directions: dict[str, Tensor]  # unit rows (units, n) of each layer
@@ -39,6 +39,11 @@ class Snapshot(NamedTuple):
     distances: Tensor  # (2, total), at the first and the last breakpoint
     patterns: Patterns | None = None
     readings: Readings | None = None
+
+    def lost(self) -> "Snapshot":
+        """Return a snapshot from which turns and displacements are unknown."""
+        nowhere = self.distances * torch.nan
+        return self._replace(sign=self.sign * torch.nan, distances=nowhere)
 
 
 class Layout:
@@ -136,14 +141,9 @@ class Camera:
                 moves.append(self._turn(name, units))
                 layers.append(units)
             places = place_boundaries(combine_terms(layers, like))
-        all_moves = torch.cat([move.to(like) for move in full_tensors(moves)])
+        all_moves = torch.cat([full_tensor(move).to(like) for move in moves])
         patterns = None if readings is None else readings.patterns
         return Snapshot(self.directions, all_moves, *places, patterns, readings)
-
-    def lose_directions(self) -> None:
-        """Forget how units were turned: a snapshot was not finished. The next turns are NaN."""
-        for u in self.directions.values():
-            u.fill_(torch.nan)
 
     def state_dict(self, last: Snapshot) -> dict[str, Any]:
         """Return what the next snapshot is compared with, which is the latest one."""
@@ -155,7 +155,6 @@ class Camera:
 
     def load_state_dict(self, state: Mapping[str, Any], now: Snapshot) -> Snapshot:
         """Go back to the directions of a state, and return its snapshot of the same units."""
-        self._check_state(state, now)
         for name, u in self.directions.items():
             u.copy_(state["directions"][name])
         sign, distances = state["sign"].to(now.sign), state["distances"].to(now.distances)
@@ -169,7 +168,7 @@ class Camera:
             parts[step] = Pattern(packed[step].to(part.packed.device), part.bits)
         return earlier._replace(patterns=Patterns(parts, now.patterns.layers))
 
-    def _check_state(self, state: Mapping[str, Any], now: Snapshot) -> None:
+    def check_state(self, state: Mapping[str, Any], now: Snapshot) -> None:
         """Refuse a state that lacks a tensor, or has one of another shape."""
         directions = state.get("directions")
         if not isinstance(directions, Mapping):
@@ -219,19 +218,15 @@ class Camera:
 
 
 def turn_rows(u: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn directions u (units, n) to those of rows; return the rows' lengths and ||u - u'||."""
-    if rows.numel() > BLOCK and is_on_cpu(rows):
-        # A block at a time, so that what is computed in between stays in the cache.
-        size = max(1, BLOCK // rows.shape[1])
-        if size < len(rows):
-            blocks = zip(u.split(size), rows.split(size), strict=True)
-            lengths, moves = zip(*(turn_rows(*block) for block in blocks), strict=True)
-            return torch.cat(lengths), torch.cat(moves)
+    """Turn directions u (units, n) to those of rows; return the rows' lengths and ||u - u'||.
 
+    All is computed in u: on a CPU, new memory of that size takes as long as the arithmetic.
+    """
     length = measure_lengths(rows)
-    difference = torch.addcdiv(u, rows, length[:, None], value=-1)  # u - rows / length
+    u.addcdiv_(rows, length[:, None], value=-1)  # u - rows / length
+    moves = torch.linalg.vector_norm(u, dim=1)
     torch.div(rows, length[:, None], out=u)
-    return length, torch.linalg.vector_norm(difference, dim=1)
+    return length, moves
 
 
 def measure_lengths(rows: Tensor) -> Tensor:
@@ -264,10 +259,11 @@ class Interval:
     def chords(self) -> tuple[Tensor, Tensor]:
         """||u - u'|| and ||u + u'|| of the directions u and u' at both ends, (total,).
 
-        The second is sqrt(4 - ||u - u'||^2), which spares a pass over all weights. It has half
-        the digits where a direction is all but turned around.
+        NaN where a unit has no boundary at one of them, or the earlier snapshot is lost. The
+        second is sqrt(4 - ||u - u'||^2), which spares a pass over all weights. It has half the
+        digits where a direction is all but turned around.
         """
-        near = self.now.moves
+        near = torch.where((self.before.sign * self.now.sign).isnan(), torch.nan, self.now.moves)
         far = (4 - near.square()).clamp(min=0).sqrt()
         # A change of sign turns a direction around: the two lengths change places.
         is_flipped = self.before.sign != self.now.sign

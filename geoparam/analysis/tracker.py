@@ -8,9 +8,11 @@ small asynchronous copy to the host, which only reading the history waits for.
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +21,15 @@ from torch.utils.hooks import RemovableHandle
 
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
-from geoparam.analysis.history import History
-from geoparam.analysis.logs import CSVLog, ScalarLog, check_log, open_log
-from geoparam.analysis.quantities import Quantity, UnitQuantity, choose_quantities, measure
+from geoparam.analysis.history import History, removing_new
+from geoparam.analysis.logs import CSVLog, ScalarLog, open_log
+from geoparam.analysis.quantities import (
+    Quantity,
+    UnitQuantity,
+    choose_quantities,
+    measure,
+    summarise,
+)
 from geoparam.analysis.sites import Inputs, Layers, check_batch, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
 from geoparam.arguments import check_callable, check_count, check_flag
@@ -121,21 +129,19 @@ class BoundaryTracker:
         _check_model(model)
         for inputs in (probe, example_inputs):
             check_batch(inputs)
-        check_log(log, resume)
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
-        self.quantities, self._logged = choose_quantities(quantities)
+        self.quantities, logged = choose_quantities(quantities)
         self._is_full = keep == "full"
         self._layers, self._units = layers, units
         self._batch = uses_batch_statistics(statistics, probe)
-        self._file, self._resume, self._log = file, resume, log
+        self._file, self._resume = file, resume
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
         self._camera: Camera | None = None
         self._last: Snapshot | None = None
         self._history: History | None = None
-        self._writer: ScalarLog | CSVLog | None = None
         self._handles: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
 
@@ -152,13 +158,17 @@ class BoundaryTracker:
         self._takes_part = self._is_first or is_sharded
         if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
-        if batch is not None and self._takes_part:
-            self._begin(batch)
-        elif self._takes_part:
-            find_sites(self.model, layers=layers)  # refuses wrong names now
-            hook = _FirstBatch(self._see_first_batch)
-            self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
-            self.remove_on_close(self._first_batch)
+        self._writer: ScalarLog | CSVLog | None = None
+        with removing_new(log):
+            if log is not None and self._is_first:
+                self._writer = open_log(log, logged, resume)
+            if batch is not None and self._takes_part:
+                self._begin(batch)
+            elif self._takes_part:
+                find_sites(self.model, layers=layers)  # refuses wrong names now
+                hook = Hook(self._see_first_batch)
+                self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
+                self.remove_on_close(self._first_batch)
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
@@ -195,7 +205,7 @@ class BoundaryTracker:
         self._collect(wait=True)
         state: dict[str, Any] = {"step": self._steps}
         if self._camera is not None and self._last is not None:
-            state["units"] = self._count_units()
+            state["units"] = _count_units(self._camera)
             if self._measured_at != self._steps:
                 state["measured_at"] = self._measured_at
                 state["snapshot"] = self._camera.state_dict(self._last)
@@ -213,17 +223,19 @@ class BoundaryTracker:
             self._go_on(state)
         self._steps, self._loaded = state["step"], state
 
-    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        self._first_batch.remove()
-        self._begin(args, kwargs)
+    def _see_first_batch(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.compiler.is_compiling() and not is_tracing():
+            self._begin(args, kwargs)
+            self._first_batch.remove()
 
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
         """Find what follows each layer, and take the first snapshot, to compare with."""
         sites = find_sites(self.model, inputs, self._layers, kwargs)
         layout = Layout(sites, self._units)
         camera = Camera(self.model, sites, layout, self._probe, self._batch)
-        self._last = _strip(camera.take())
-        self._camera = camera
+        last = _strip(camera.take())
+        if self._loaded is not None:
+            _check_state(self._loaded, camera, last)
         if self._is_first:
             columns = [column for quantity in self.quantities for column in quantity.columns]
             by_unit = [q.name for q in self.quantities if isinstance(q, UnitQuantity)]
@@ -231,63 +243,46 @@ class BoundaryTracker:
             self._history = History(
                 list(sites.layers), columns, by_unit, counts, self._file, self._resume
             )
-            if self._log is not None:
-                self._writer = open_log(self._log, self._logged, self._resume)
             if len(self._history.steps) and self._loaded is None:
                 self._steps = self._measured_at = int(self._history.steps[-1])
+        self._camera, self._last = camera, last
         if self._loaded is not None:
             self._go_on(self._loaded)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state."""
-        units = self._count_units()
-        parts = state.get("units", {}), state.get("snapshot", {})
-        if not all(isinstance(part, Mapping) for part in parts):
-            raise ValueError(
-                "the tracker's state is damaged: its units and snapshot are mappings."
-            )
-        if state.get("units", units) != units:
-            raise ValueError(
-                "the tracker's state is of another model or other options: it follows "
-                f"{_describe(state['units'])} units, and this tracker {_describe(units)}. Load "
-                "the state that was saved with this model."
-            )
+        camera = self._require_camera()
+        assert self._last is not None
+        _check_state(state, camera, self._last)
+        self._collect(wait=True)
+
+        self._last = self._last.lost()  # in case that this is broken off
+        last = _strip(camera.take())
+        if "snapshot" in state:
+            last = camera.load_state_dict(state["snapshot"], last)
+        self._last = last
+        self._measured_at = state.get("measured_at", state["step"])
         if self._history is not None:
             self._history.forget_after(state["step"])
         if self._writer is not None:
             self._writer.forget_after(state["step"])
-        camera = self._require_camera()
-        self._last = _strip(camera.take())
-        self._measured_at = state.get("measured_at", state["step"])
-        if "snapshot" in state:
-            self._last = camera.load_state_dict(state["snapshot"], self._last)
-
-    def _count_units(self) -> dict[str, list[int]]:
-        """Return the number of followed units of each layer, and of their inputs."""
-        directions = self._require_camera().directions
-        return {name: list(u.shape) for name, u in directions.items()}
 
     def _record(self) -> None:
         """Take a snapshot, and start copying what it shows to the host."""
         camera = self._require_camera()
         assert self._last is not None
         camera.check_model()
-        try:
-            now = camera.take()
-            values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
-        except BaseException:
-            camera.lose_directions()
-            raise
-        if now.readings is not None and not now.readings.took_same_steps:
-            warnings.warn(OTHER_STEPS, stacklevel=3)
+        before, self._last = self._last, self._last.lost()  # in case that this is broken off
+        now = camera.take()
+        values = measure(self.quantities, Interval(camera.layout, before, now))
         if now.patterns is None:  # the next ones are compared with the last that were known
-            now = now._replace(patterns=self._last.patterns)
+            now = now._replace(patterns=before.patterns)
+        if self._is_first:
+            self._pending.append(_start_copy(self._steps, values))
         self._last = _strip(now)
         self._measured_at = self._steps
-        if self._is_first:
-            self._pending.append(
-                _start_copy(self._steps, values, units if self._is_full else None)
-            )
+        if now.readings is not None and not now.readings.took_same_steps:
+            warnings.warn(OTHER_STEPS, stacklevel=3)  # last: it may be an error
 
     def _require_camera(self) -> Camera:
         if self._camera is None:
@@ -306,11 +301,13 @@ class BoundaryTracker:
                     return
                 record.arrived.synchronize()
             assert self._history is not None
-            units = None if record.units is None else record.units.numpy()
-            rows = self._history.append(record.step, record.values.numpy(), units)
-            self._pending.pop(0)  # only now: after a failed write it is tried again
+            if record.rows is None:
+                counts = self._require_camera().layout.counts
+                summary, units = summarise(self.quantities, record.values.numpy(), counts)
+                record.rows = self._history.append(record.step, summary, units)
             if self._writer is not None:
-                self._writer.write(rows)
+                self._writer.write(record.rows)
+            self._pending.pop(0)  # only now: what failed is tried again
 
 
 def _strip(snapshot: Snapshot) -> Snapshot:
@@ -318,41 +315,39 @@ def _strip(snapshot: Snapshot) -> Snapshot:
     return snapshot._replace(directions={}, readings=None)
 
 
-class _Pending(NamedTuple):
-    """A record on its way to the host."""
+@dataclass
+class _Pending:
+    """A record on its way to the host, and from there to the history and the log."""
 
     step: int
-    values: Tensor
-    units: Tensor | None
+    values: Tensor  # what `measure` has returned
     arrived: torch.cuda.Event | None  # None: it is there
+    rows: np.ndarray | None = None  # in the history
 
 
-def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
+def _start_copy(step: int, values: Tensor) -> _Pending:
     """Start copying a record to the host, to pinned memory, without waiting for it."""
     is_cuda = values.is_cuda  # other devices copy at once
     host = values.to("cpu", non_blocking=is_cuda)
-    if units is not None:
-        units = units.to("cpu", non_blocking=is_cuda)
     arrived = None
     if is_cuda:
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(values.device))
-    return _Pending(step, host, units, arrived)
+    return _Pending(step, host, arrived)
 
 
-class _FirstBatch:
-    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
+class Hook:
+    """Calls a tracker; in a copy of the model or optimizer it does nothing."""
 
-    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
-        self._see = see
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
 
-    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        is_hidden = torch.compiler.is_compiling() or is_tracing()
-        if self._see is not None and not is_hidden:
-            self._see(args, kwargs)
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
 
     def __reduce__(self) -> tuple:
-        return _FirstBatch, ()
+        return Hook, ()
 
 
 def _check_options(keep: str, every: int, units: int | None, resume: bool, file: Any) -> None:
@@ -381,6 +376,27 @@ def _check_model(model: object) -> None:
             "a tracker reads the values of weights; parameters on the meta device have none. "
             "Build it after the model is on its device and has its weights."
         )
+
+
+def _count_units(camera: Camera) -> dict[str, list[int]]:
+    """Return the number of followed units of each layer, and of their inputs."""
+    return {name: list(u.shape) for name, u in camera.directions.items()}
+
+
+def _check_state(state: Mapping[str, Any], camera: Camera, last: Snapshot) -> None:
+    """Refuse a state of another model, and a damaged one, before anything is changed."""
+    units = _count_units(camera)
+    parts = state.get("units", {}), state.get("snapshot", {})
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError("the tracker's state is damaged: its units and snapshot are mappings.")
+    if state.get("units", units) != units:
+        raise ValueError(
+            "the tracker's state is of another model or other options: it follows "
+            f"{_describe(state['units'])} units, and this tracker {_describe(units)}. Load "
+            "the state that was saved with this model."
+        )
+    if "snapshot" in state:
+        camera.check_state(state["snapshot"], last)
 
 
 def _describe(units: Mapping[str, Sequence[int]]) -> str:

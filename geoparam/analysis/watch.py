@@ -1,7 +1,7 @@
 """A tracker that the optimizer calls: `watch`."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from geoparam.analysis.quantities import Quantity
 from geoparam.analysis.sites import Inputs
-from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.analysis.tracker import BoundaryTracker, Hook
 from geoparam.model.run import refuse_non_model
 
 
@@ -68,19 +68,6 @@ def watch(
             stacklevel=2,
         )
     tracker = BoundaryTracker(model, every, probe=probe, log=log, quantities=quantities, **options)
-    tracker.remove_on_close(inner.register_step_post_hook(StepHook(tracker.step)))
+    hook = Hook(lambda *_: tracker.step())
+    tracker.remove_on_close(inner.register_step_post_hook(hook))
     return tracker
-
-
-class StepHook:
-    """Calls a tracker after each step; in a copy of the optimizer it does nothing."""
-
-    def __init__(self, step: Callable[[], None] | None = None) -> None:
-        self._step = step
-
-    def __call__(self, *_: object) -> None:
-        if self._step is not None:
-            self._step()
-
-    def __reduce__(self) -> tuple:
-        return StepHook, ()

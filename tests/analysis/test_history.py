@@ -19,8 +19,7 @@ def make_rows(*steps: int) -> np.ndarray:
 
 
 def append(array: GrowingArray, *steps: int) -> None:
-    array.write(make_rows(*steps))
-    array.add(make_rows(*steps))
+    array.write(len(array), make_rows(*steps))
 
 
 def test_the_file_is_the_array_after_every_append(tmp_path: Path) -> None:
@@ -115,15 +114,15 @@ def test_a_record_that_one_file_could_not_take_is_in_neither(
 ) -> None:
     """As on a full disk; the caller goes on."""
     history = make_records(tmp_path / "h.npy", COUNTS)
-    write = GrowingArray._write
+    write = GrowingArray.write
 
-    def fail(array: GrowingArray, rows: np.ndarray) -> None:
+    def fail(array: GrowingArray, start: int, rows: np.ndarray) -> None:
         if array.path == tmp_path / f"h{ending}":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(array, rows)
+        write(array, start, rows)
 
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(GrowingArray, "_write", fail)
+        full_disk.setattr(GrowingArray, "write", fail)
         with pytest.raises(OSError, match="No space"):
             record(history, 8)
     resumed = make_history(tmp_path / "h.npy", COUNTS, resume=True)

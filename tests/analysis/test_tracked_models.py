@@ -79,6 +79,28 @@ def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
         np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_turns_are_those_since_the_last_record_where_that_warning_is_an_error() -> None:
+    layers = {"first": linear(3, 8), "second": linear(8, 8), "last": linear(8, 1)}
+    model = FunctionModel(branch, **layers)
+    model.deep = True
+    probe = torch.randn(16, 3, dtype=TYPE)
+    tracker = BoundaryTracker(model, probe=probe)
+    plain = BoundaryTracker(model, example_inputs=probe)
+    for deep in (False, True):
+        nn.init.normal_(model.first.weight)
+        plain.step()
+        model.deep = deep
+        if deep:
+            tracker.step()
+        else:
+            with pytest.raises(UserWarning, match="takes other steps"):
+                tracker.step()
+    for quantity in ("rotation_max", "displacement_max"):
+        expected = plain.history["first"][quantity]
+        np.testing.assert_array_equal(tracker.history["first"][quantity], expected)
+
+
 def flatten_or_convolve(m: nn.Module, x: Tensor) -> Tensor:
     """Take a way on which the same numbers of steps have tensors of other ranks."""
     if m.is_flat:

@@ -494,11 +494,8 @@ def test_a_state_that_is_kept_is_not_overwritten_by_later_records() -> None:
 
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("angle", [0.0, 1e-5, 1e-3, 1.0])
-def test_float32_rows_have_the_turns_and_lengths_of_float64(
-    monkeypatch: pytest.MonkeyPatch, angle: float, columns: bool
-) -> None:
-    """At rest the turn is exactly 0; rows may be columns in memory; blocks make no difference."""
-    monkeypatch.setattr(snapshot, "BLOCK", 5000)
+def test_float32_rows_have_the_turns_and_lengths_of_float64(angle: float, columns: bool) -> None:
+    """At rest the turn is exactly 0; rows may be columns in memory."""
     random = torch.Generator().manual_seed(0)
     first, other = torch.randn(2, 9, 2000, generator=random, dtype=TYPE)
     u = first / first.norm(dim=1, keepdim=True)
@@ -545,3 +542,58 @@ def test_after_a_record_that_was_broken_off_the_next_turns_are_unknown() -> None
     train(model, 2, tracker.step)
     turns = tracker.history["0"]["rotation_max"]
     assert np.isnan(turns).tolist() == [False, True, False]
+
+
+def test_a_damaged_state_changes_nothing(tmp_path: Path) -> None:
+    model, files = network("sp"), {"file": tmp_path / "run.npy", "log": tmp_path / "run.csv"}
+    tracker, alone = (BoundaryTracker(model, every=2, probe=ZEROS, **more) for more in (files, {}))
+    for _ in range(3):
+        train(model, 1, lambda: (tracker.step(), alone.step()))
+    state = tracker.state_dict()
+    state["snapshot"]["sign"] = torch.zeros(1)
+    train(model, 1, lambda: (tracker.step(), alone.step()))
+    with pytest.raises(ValueError, match="state is damaged"):
+        tracker.load_state_dict(state)
+    train(model, 2, lambda: (tracker.step(), alone.step()))
+    assert tracker.history.rows.tobytes() == alone.history.rows.tobytes()
+    assert np.load(tmp_path / "run.npy").tobytes() == alone.history.rows.tobytes()
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 1 + 3 * 3
+
+
+def test_a_tracker_whose_first_batch_was_interrupted_begins_with_the_next() -> None:
+    errors = [KeyboardInterrupt()]
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        if errors:
+            raise errors.pop()
+        return m.layers(x)
+
+    model = FunctionModel(forward, layers=network("sp"))
+    tracker = BoundaryTracker(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(ZEROS)
+    train(model, 2, tracker.step)
+    assert tracker.history.steps.tolist() == [1, 2] and not model._forward_pre_hooks
+
+
+def test_a_refused_tracker_leaves_no_files(tmp_path: Path) -> None:
+    log = tmp_path / "run.csv"
+    log.write_text("other,columns\n")
+    with pytest.raises(ValueError, match="other columns"):
+        BoundaryTracker(network("sp"), probe=ZEROS, file=tmp_path / "a.npy", log=log, resume=True)
+    log.unlink()
+    (tmp_path / "b.units.npy").touch()
+    with pytest.raises(FileExistsError):
+        BoundaryTracker(network("sp"), probe=ZEROS, keep="full", file=tmp_path / "b.npy", log=log)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.units.npy"]
+
+
+def test_a_file_that_appeared_before_the_first_batch_may_be_removed(tmp_path: Path) -> None:
+    model, file = network("sp"), tmp_path / "run.npy"
+    tracker = BoundaryTracker(model, file=file)
+    file.touch()
+    with pytest.raises(FileExistsError):
+        model(ZEROS)
+    file.unlink()
+    train(model, 2, tracker.step)
+    assert len(np.load(file)) == 2 * 3

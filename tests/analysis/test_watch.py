@@ -257,3 +257,94 @@ def test_a_heatmap_without_records_is_refused() -> None:
     tracker = gp.BoundaryTracker(model, probe=torch.ones(4, 2))
     with pytest.raises(ValueError, match="no records"):
         tracker.history.heatmap("dead")
+
+
+@pytest.mark.parametrize("remains", ["1", "13,0,0.5\r\n13,2", "\n"])
+def test_a_csv_file_of_a_killed_process_goes_on_with_whole_lines(
+    tmp_path: Path, remains: str
+) -> None:
+    path, file, model = tmp_path / "run.csv", tmp_path / "run.npy", network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    options: dict = {"log": path, "quantities": NAMES[:1], "example_inputs": PROBE, "file": file}
+    tracker = gp.watch(model, optimizer, **options)
+    train(model, optimizer, 12)
+    state = tracker.state_dict()
+    tracker.close()
+    with path.open("a", newline="") as torn:
+        torn.write(remains)
+    tracker = gp.watch(model, optimizer, **options, resume=True)
+    tracker.load_state_dict(state)
+    train(model, optimizer, 1)
+    lines = path.read_text().splitlines()
+    assert [line.rpartition(",")[0] for line in lines[-4:]] == [
+        "12,(network)", "13,0", "13,2", "13,(network)",
+    ]  # fmt: skip
+    assert len(lines) == 1 + 13 * 3
+
+
+def test_what_a_failed_write_left_in_a_csv_file_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = network(), tmp_path / "run.csv"
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, log=path, quantities=NAMES[:1], example_inputs=PROBE)
+    train(model, optimizer, 1)
+
+    def fail(path: Path, *args: Any) -> Any:
+        with open(path, "ab") as file:
+            file.write(b"2,0")
+        raise OSError("full")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "open", fail)
+        with pytest.raises(OSError, match="full"):
+            train(model, optimizer, 1)
+    train(model, optimizer, 1)
+    steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
+    assert steps == ["step", *(step for step in "123" for _ in range(3))]
+    assert tracker.history.steps.tolist() == [1, 2, 3]
+
+
+class Unreachable(Run):
+    """Fails at its second record."""
+
+    calls = 0
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise OSError("no network")
+        super().log(values, step)
+
+
+def test_what_a_log_did_not_take_is_sent_with_the_next_record() -> None:
+    model, log = network(), Unreachable()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tracker = gp.watch(model, optimizer, log=log, example_inputs=PROBE)
+    train(model, optimizer, 1)
+    with pytest.raises(OSError, match="no network"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)
+    values = [log.scalars[step, "rotation_rms/0"] for step in (1, 2, 3)]
+    np.testing.assert_array_equal(values, tracker.history["0"]["rotation_rms"])
+
+
+def test_other_processes_leave_the_log_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is there already, the first process has just begun it."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    (tmp_path / "run.csv").touch()
+    tracker = gp.BoundaryTracker(network(), probe=PROBE, log=tmp_path / "run.csv")
+    tracker.step()
+    assert (tmp_path / "run.csv").read_text() == ""
+
+
+def test_plots_are_of_the_summary_and_of_the_layers_that_are_named() -> None:
+    pytest.importorskip("matplotlib")
+    history = watch_run(keep="full", probe=PROBE).history
+    lines = history.plot("dead", layers="0").lines
+    assert [line.get_label() for line in lines] == ["0"]
+    with pytest.raises(ValueError, match="no quantity 'rotation'; there are: rotation_max"):
+        history.plot("rotation")
