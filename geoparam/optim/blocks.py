@@ -63,9 +63,12 @@ class Weight:
         if self.unit.layout.axes not in ("oi", "eoi"):
             return False
         strides, shape = self.target.stride(), self.target.shape
-        is_dense = torch.empty_like(self.target).stride() == strides
+        if torch.empty_like(self.target).stride() != strides:
+            return False  # there are gaps
+        if local(self.param).stride() != strides:
+            return False  # laid out anew since it got its master
         row_axes = range(len(self.unit.layout.axes) - 1)  # experts may have inputs before outputs
-        return is_dense and all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
+        return all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
 
     def view(self, x: Tensor) -> Tensor:
         """Return a view of memory laid out as the target's, in which rows follow each other."""
