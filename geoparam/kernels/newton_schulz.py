@@ -73,14 +73,17 @@ def _prepare(matrices: Sequence[Tensor], eps: float) -> Tensor:
     like = matrices[0]
     stack = torch.empty((len(matrices), *like.shape), dtype=torch.bfloat16, device=like.device)
     torch._foreach_copy_(list(stack.unbind()), list(matrices))
-    size = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    size = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
     stack.div_(size.clamp(min=eps))
     return stack.mT if like.shape[0] > like.shape[1] else stack
 
 
 def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
-    for a, b, c in coefficients:
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+    count, short, _ = x.shape
+    gram, polynomial = x.new_empty(2, count, short, short)
+    buffers = x.new_empty(2, *x.shape)
+    for i, (a, b, c) in enumerate(coefficients):
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        x = torch.baddbmm(x, polynomial, x, beta=a, out=buffers[i % 2])
     return x

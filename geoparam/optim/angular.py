@@ -84,8 +84,7 @@ class AngularBlock(Block):
         self._read_written_rows(is_zero)
         self.r_before = torch.where(is_zero, 0, self.stored_r)
 
-        gradients = self._find_gradients()
-        self.g = self._join_rows(gradients)
+        self.g = self._join_rows([weight.find_gradient() for weight in self.weights])
 
         latitude = self.stored / self.scale
         by_latitude, by_r = self.kernel.backward(self.g, latitude, self.r_before, False, None)

@@ -63,9 +63,12 @@ class Weight:
         if self.unit.layout.axes not in ("oi", "eoi"):
             return False
         strides, shape = self.target.stride(), self.target.shape
-        is_dense = torch.empty_like(self.target).stride() == strides
+        if torch.empty_like(self.target).stride() != strides:
+            return False  # there are gaps
+        if local(self.param).stride() != strides:
+            return False  # laid out anew since it got its master
         row_axes = range(len(self.unit.layout.axes) - 1)  # experts may have inputs before outputs
-        return is_dense and all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
+        return all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
 
     def view(self, x: Tensor) -> Tensor:
         """Return a view of memory laid out as the target's, in which rows follow each other."""
@@ -84,6 +87,10 @@ class Weight:
         if self.is_direct:
             return memory.as_strided(self.target.shape, self.target.stride())
         return memory.view(self.rows, self.unit.fan_in)
+
+    def find_gradient(self) -> Tensor:
+        """Return this process's part of the gradient, in the target's type."""
+        return local(self.param.grad).to(self.target.dtype)
 
     def shard(self, x: Tensor) -> Tensor:
         """Return a tensor of rows, or of the weight's shape, as a DTensor if the weight is one."""
@@ -166,7 +173,7 @@ class Block:
         self.variables: list[Variable] = []
         self.w: Any = []  # the rows, and their gradients, in a step
         self.g: Any = []
-        self.results = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
+        self.results = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
 
         self._start_states()
         self._add_scales()
@@ -186,24 +193,28 @@ class Block:
         """Write the first r, and R, into new states; R is 0 for a layer of zeros."""
         if all("r" in weight.state for weight in self.weights):
             return
-        rows = [weight.to_matrix(weight.target) for weight in self.weights]
-        norms = [torch.linalg.vector_norm(x.double(), dim=1) for x in rows]  # their squares fit
+        norms = []
+        for weight in self.weights:
+            rows = weight.to_matrix(weight.target).double()  # their squares fit
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
         r = torch.cat(norms)
+
         sums, nonzeros = self.layers.sums(r, r != 0).unbind(dim=1)
         lengths = (nonzeros > 0).to(sums)
         if self.match:
             lengths = sums / nonzeros.clamp(min=1)
 
-        first_r = r.to(sums.dtype).split(self.counts)
         lengths_of = self.layers.divide(lengths)
         are_full = self.layers.divide(nonzeros == self.layers.sizes)
-        for i, weight in enumerate(self.weights):
-            if "r" not in weight.state:
-                _check_rows(weight, are_full[i])
-                weight.state["r"] = weight.shard(first_r[i])
-                weight.state["length"] = lengths_of[i]
-                weight.state["fan_in"] = weight.unit.fan_in
-                weight.state["is_fixed"] = int(weight.unit.is_fixed)
+        divided = self._divide(r.to(sums.dtype))
+        for (weight, first_r), length, is_full in zip(divided, lengths_of, are_full, strict=True):
+            if "r" in weight.state:
+                continue
+            _check_rows(weight, is_full)
+            weight.state["r"] = weight.shard(first_r)
+            weight.state["length"] = length
+            weight.state["fan_in"] = weight.unit.fan_in
+            weight.state["is_fixed"] = int(weight.unit.is_fixed)
 
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
@@ -269,7 +280,6 @@ class Block:
     def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> None:
         """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
         state, group = weight.state, weight.group
-        parts = weight.unit.parts if name == "direction" else ()
         if name == "r":
             group += 1  # the rest's
         elif name == "lam":
@@ -277,7 +287,7 @@ class Block:
 
         parameter = nn.Parameter(weight.shard(value), requires_grad=False)
         parameter.grad = weight.shard(grad)
-        self.variables.append(Variable(name, parameter, state, group, parts))
+        self.variables.append(Variable(name, parameter, state, group, weight.unit.parts))
 
     def _add_written(self, parameter: Tensor, target: Tensor, value: Tensor) -> None:
         """Note where a new value is written: to the parameter, and to its master if it has one."""
@@ -288,9 +298,8 @@ class Block:
             self.masters.append((parameter, target))
 
     def _add_result(self, target: Tensor, value: Tensor) -> None:
-        targets, values = self.results[target.dtype, target.stride() == value.stride()]
-        targets.append(target)
-        values.append(value)
+        are_alike = target.stride() == value.stride()
+        self.results[target.dtype, are_alike].append((target, value))
 
     # ---- before the optimizers step
 
@@ -326,14 +335,10 @@ class Block:
     def _read_directions(self) -> None:
         """Find r, and the gradients of the increments and of r."""
         self.w = [weight.to_matrix(weight.target) for weight in self.weights]
-        pairs = zip(self.weights, self._find_gradients(), strict=True)
-        self.g = [weight.to_matrix(gradient) for weight, gradient in pairs]
+        self.g = [weight.to_matrix(weight.find_gradient()) for weight in self.weights]
         projected = self.rows.project(self.w, self.g, self.grad_d, self.lengths, self.stored_r)
         self.r_before, grad_r, self.size_g = projected
         self.grad_r.copy_(grad_r)
-
-    def _find_gradients(self) -> list[Tensor]:
-        return [find_gradient(weight.param, weight.target) for weight in self.weights]
 
     def _read_biases(self) -> None:
         """Step a bias as L = R' b / r where |b| <= |r|, else as it is.
@@ -343,7 +348,7 @@ class Block:
         """
         gradients = []
         for weight, target in zip(self.weights, self.biases, strict=False):
-            gradients.append(find_gradient(weight.bias, target).flatten())
+            gradients.append(local(weight.bias.grad).flatten().to(target.dtype))
         grad_bias = torch.cat(gradients)
         self.bias = torch.cat([target.flatten() for target in self.biases])
 
@@ -436,7 +441,8 @@ class Block:
 
     def write(self) -> None:
         """Write what `compute` has computed: weights, biases, masters and r."""
-        for targets, values in self.results.values():
+        for pairs in self.results.values():
+            targets, values = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, values)
 
     def release(self) -> None:
@@ -481,8 +487,3 @@ def find_master(p: Any, state: State) -> Tensor:
         master = part.float()
         state["master"] = shard_like(p, master, len(p)) if hasattr(p, "placements") else master
     return local(state["master"])
-
-
-def find_gradient(p: Any, like: Tensor) -> Tensor:
-    """Return this process's part of a parameter's gradient, in a type."""
-    return getattr(p.grad, "_local_tensor", p.grad).to(like.dtype)

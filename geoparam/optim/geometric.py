@@ -24,7 +24,7 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import ZERO_ROW, Unit, find_units, format_table
+from geoparam.optim.units import Unit, find_units, format_table
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -114,7 +114,10 @@ class GeometricOptimizer(Optimizer):
         **base_options: Any,
     ) -> None:
         decay = base_options.pop("weight_decay", None)
-        _check_choices(coordinates, scale)
+        if coordinates not in ("intrinsic", "angles"):
+            raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
+        if scale not in ("auto", "free", "fixed"):
+            raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
         check_rate("lr", lr)
         check_rate("scale_decay", scale_decay)
         for name, rate in (("weight_decay", decay), ("scale_lr", scale_lr)):
@@ -122,13 +125,6 @@ class GeometricOptimizer(Optimizer):
                 check_rate(name, rate)
         check_flag("match", match)
         check_callable("filter_fn", filter_fn, "filter_fn(module, name)")
-        settings = {"turn": turn, "max_turn": max_turn, "coordinates": coordinates}
-        _check_angles({**settings, "lr": lr, "start_lr": float(lr)})
-        if turn is not None and turn < LEAST_TURN:
-            warn_user(
-                f"turn={turn} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
-                "everything else is lr."
-            )
         check_options(base, base_options, inspect.signature(GeometricOptimizer).parameters)
 
         model = unwrap(model)
@@ -140,11 +136,6 @@ class GeometricOptimizer(Optimizer):
             check_sharding(unit, params[unit.name])
         self._base = Recipe("base", base, lr, base_options, find_device(model))
         self._rest = choose_rest(self._base, rest, lr, base_options, model)
-        if turn is not None and "betas" in self._rest.defaults and float(lr) >= LARGEST_RATE:
-            warn_user(
-                f"lr={float(lr):g} is the rate at which {self._rest.name} steps all that is "
-                f"not a direction; it is far too large. The angle is turn={turn:g}."
-            )
         self._coordinates = coordinates
         self._match = match
         self._guesses_scale = scale == "auto"
@@ -155,6 +146,9 @@ class GeometricOptimizer(Optimizer):
         self._built: _Built | None = None
 
         unit_options = self._make_unit_options(lr, turn, max_turn)
+        _check_angles(unit_options)
+        if turn is not None:
+            self._question_habits(turn, float(lr))
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
         unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
@@ -163,6 +157,19 @@ class GeometricOptimizer(Optimizer):
         self.defaults = dict(self._base.defaults)
         if "betas" not in self._rest.defaults:
             self.defaults.pop("betas", None)
+
+    def _question_habits(self, turn: float, lr: float) -> None:
+        """Warn of a rate in the place of an angle, and of an angle in the place of a rate."""
+        if turn < LEAST_TURN:
+            warn_user(
+                f"turn={turn} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
+                "everything else is lr."
+            )
+        if lr >= LARGEST_RATE and "betas" in self._rest.defaults:
+            warn_user(
+                f"lr={lr:g} is the rate at which {self._rest.name} steps all that is not a "
+                f"direction; it is far too large. The angle is turn={turn:g}."
+            )
 
     def _make_unit_options(
         self, lr: float | Tensor, turn: float | None, max_turn: float | None
@@ -417,9 +424,7 @@ class GeometricOptimizer(Optimizer):
         """
         saved_states.check_form(state_dict)
         self._fit_units()
-        held = {unit.name for unit in self._units if unit.is_fixed}
-        held |= {name for name, why in self._plain.items() if why == ZERO_ROW}
-        states = saved_states.find_states(self.param_groups, state_dict, self._units, held)
+        states = saved_states.find_states(self.param_groups, state_dict, self._units)
 
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -512,13 +517,6 @@ class _Built:
     blocks: list[Block]
     inner: list[InnerOptimizer]
     fingerprint: list[Any]
-
-
-def _check_choices(coordinates: str, scale: str) -> None:
-    if coordinates not in ("intrinsic", "angles"):
-        raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
-    if scale not in ("auto", "free", "fixed"):
-        raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
 
 
 def _check_angles(group: Mapping[str, Any]) -> str:

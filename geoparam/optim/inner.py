@@ -100,13 +100,16 @@ def _find_state(variable: Variable) -> State:
 
 
 def _lay_out(entry: Any, like: Tensor) -> Any:
-    """Return an entry for each element in the type and with the strides of what is stepped."""
-    if not isinstance(entry, Tensor) or entry.shape != like.shape:
+    """Return an entry for each element in the type, shape and strides of what is stepped.
+
+    A convolution's is stepped in its own shape or, where rows have to be copied, as a matrix.
+    """
+    if not isinstance(entry, Tensor) or entry.ndim == 0 or entry.numel() != like.numel():
         return entry
     dtype = like.dtype if entry.dtype in FULL_PRECISION else entry.dtype
-    if entry.dtype == dtype and entry.stride() == like.stride():
+    if entry.dtype == dtype and entry.shape == like.shape and entry.stride() == like.stride():
         return entry
-    return torch.empty_like(like, dtype=dtype).copy_(entry)
+    return torch.empty_like(like, dtype=dtype).copy_(entry.reshape(like.shape))
 
 
 def _find_rate_and_decay(variable: Variable, outer: dict[str, Any]) -> tuple[Any, float]:

@@ -35,17 +35,13 @@ def check_form(state_dict: Any) -> None:
 
 
 def find_states(
-    groups: Sequence[Group], state_dict: Group, units: Sequence[Unit], held: set[str]
+    groups: Sequence[Group], state_dict: Group, units: Sequence[Unit]
 ) -> dict[str, dict[str, Any]]:
-    """Return the saved states by the names of parameters; raise where they do not fit.
-
-    Args:
-        held: weights that are units or not by whether a row is zero, since their r is fixed.
-    """
+    """Return the saved states by the names of parameters; raise where they do not fit."""
     saved = state_dict["param_groups"]
     pairs: Any = zip_longest(groups, saved, fillvalue={})
     for i, (mine, theirs) in enumerate(pairs):
-        _check_names(i, mine, theirs, held)
+        _check_names(i, mine, theirs)
         _check_settings(i, mine, theirs)
 
     states = {}
@@ -62,27 +58,23 @@ def _check_settings(i: int, mine: Group, theirs: Group) -> None:
     """Raise where a group was made with other settings. Only whether there is a turn counts."""
     for key in (*SETTINGS, "turn"):
         here, there = mine.get(key), theirs.get(key)
-        is_same = here == there
-        if key == "turn":
-            is_same = (here is None) == (there is None)
-        if not is_same:
+        are_turns = key == "turn" and None not in (here, there)
+        if here != there and not are_turns:
             raise ValueError(
                 f"the state's group {i} has {key} {there!r}; this optimizer's has {here!r}."
             )
 
 
-def _check_names(i: int, mine: Group, theirs: Group, held: set[str]) -> None:
+def _check_names(i: int, mine: Group, theirs: Group) -> None:
     """Raise where a group has other parameters. Groups without names are known by their order."""
     if theirs and "param_names" not in theirs:
         return
-    here, there = {*_list_names(mine)}, {*_list_names(theirs)}
-    if here != there:
-        hint = ""
-        if held & here ^ held & there:
-            hint = ", and where r is fixed, with the same rows of zeros in the weights"
+    different = {*_list_names(mine)} ^ {*_list_names(theirs)}
+    if different:
         raise ValueError(
-            f"the state's group {i} differs from the optimizer's in {sorted(here ^ there)}. Build "
-            f"the optimizer with the same options{hint}."
+            f"the state's group {i} differs from the optimizer's in {sorted(different)}. Build "
+            "the optimizer with the same options, and where r is fixed, with the same rows of "
+            "zeros in the weights."
         )
 
 

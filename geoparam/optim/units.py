@@ -22,8 +22,6 @@ from geoparam.model.run import group_by_memory, refuse_lazy, strip_wrappers
 from geoparam.model.trace import Filter, trace
 from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
 
-ZERO_ROW = "a row of zeros cannot grow while r is fixed"
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -90,7 +88,7 @@ def find_units(
         norm = norms.get(candidate.layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
         if is_fixed and _has_zero_row(candidate):
-            plain[name] = ZERO_ROW
+            plain[name] = "a row of zeros cannot grow while r is fixed"
             continue
 
         unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)

@@ -357,6 +357,36 @@ def test_layout_and_type_may_change_in_mid_run(change: str, kind: str) -> None:
     assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else 1e-4)
 
 
+def lay_out_anew(model: nn.Module, layout: str) -> None:
+    if layout == "channels_last":
+        model.to(memory_format=torch.channels_last)
+        return
+    for p in model.parameters():
+        with_gaps = p.data.repeat_interleave(2, dim=-1)
+        p.data = with_gaps[..., ::2]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon"])
+@pytest.mark.parametrize("layout", ["channels_last", "with gaps"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_may_be_laid_out_anew_in_mid_run(
+    kind: str, layout: str, dtype: torch.dtype
+) -> None:
+    """Masters and moments keep the layout of before."""
+
+    def make(_: Any) -> nn.Module:
+        return cnn(torch.float64).to(dtype)
+
+    (model, optimizer), (other, same) = start(kind, make), start(kind, make)
+    train(model, optimizer, 2)
+    train(other, same, 2)
+    lay_out_anew(other, layout)
+    train(model, optimizer, 2, 2)
+    train(other, same, 2, 2)
+    bound = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else bound)
+
+
 def test_a_model_may_become_half_precision_in_mid_run() -> None:
     model = mlp(torch.float32)
     optimizer = build(model, torch.optim.Adam, lr=0.01)
