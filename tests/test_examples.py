@@ -38,6 +38,20 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
 
 
+@pytest.mark.parametrize("name", ["conversion.md", "optimizer.md"])
+def test_printed_output_is_what_the_block_before_prints(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / name).read_text("utf-8")
+    before, after = text.split("```\n\n```\n", maxsplit=1)
+    output, _ = after.split("```", maxsplit=1)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for code in re.findall(r"^```python\n(.*?)^```", f"{before}```", re.DOTALL | re.MULTILINE):
+        capsys.readouterr()
+        exec(compile(code, name, "exec"), namespace)
+    assert output in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_notebook_runs_in_a_few_steps(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "pandas", "sklearn", "torchvision"):
