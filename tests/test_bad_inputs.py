@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geoparam as gp
-from geoparam_lab import cli
-from geoparam_lab.cli.options import describe_command
+from geoparam_lab import cli, experiments
+from geoparam_lab.cli.options import list_options
 from geoparam_lab.experiments import toys
 
 INF, NAN = math.inf, math.nan
@@ -704,7 +704,7 @@ def image_commands() -> Iterator[tuple[str, ...]]:
 def experiment_commands() -> Iterator[tuple[str, ...]]:
     """Yield each option of the small experiments without a value, and with wrong ones."""
     for name in ("levy", "banana", "perturbation", "uci"):
-        options = describe_command(name)["options"]
+        options = list_options(experiments.find(name))
         for option in filter(options.__contains__, WRONG_OPTIONS):
             word = f"--{option.replace('_', '-')}"
             yield "run", name, word

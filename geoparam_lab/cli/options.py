@@ -8,69 +8,74 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
 
-from geoparam_lab import experiments
+if TYPE_CHECKING:
+    from geoparam_lab.experiments.experiment import Experiment
 
-_KINDS = {bool: "flag", int: "int", float: "float", str: "text", Path: "path"}
+_READ_BY_TYPER = (bool, int, float, str, Path, list[str])
 _LEFT_OUT = ("out", "resume", "command", "progress", "experiment")  # no option, or of all commands
 
 
-def describe_command(name: str) -> dict[str, Any]:
-    """Return what an experiment's help says, from its `run` and its settings."""
-    experiment = experiments.find(name)
+class Described(NamedTuple):
+    """An option as the command line reads it."""
+
+    type: Any  # what typer reads it as: text where several values stand between commas
+    each: Callable[[str], Any] | None  # what each of these is read as; None for a single value
+    is_required: bool
+    help: str  # with the default
+
+
+def list_options(experiment: "Experiment") -> dict[str, Described]:
+    """Return an experiment's options, from its `run` and its settings."""
     assert experiment.run is not None
-    arguments = inspect.signature(experiment.run).parameters
-    parameters = [p for p in arguments.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = dict(inspect.signature(experiment.run).parameters)
     if experiment.settings is not None:
         hints = typing.get_type_hints(experiment.settings)
-        for field in inspect.signature(experiment.settings).parameters.values():
-            if field.name not in arguments and field.default is not field.empty:
-                parameters.append(field.replace(annotation=hints[field.name]))
+        for name, field in inspect.signature(experiment.settings).parameters.items():
+            if field.default is not field.empty:
+                parameters.setdefault(name, field.replace(annotation=hints[name]))
 
     texts = _read_docstring(experiment.settings)
     texts |= _read_docstring(getattr(experiment.run, "func", experiment.run))
-    options = {
-        parameter.name: {
-            "kind": name_kind(parameter.annotation),
-            "default": _show(parameter.default),
-            "required": parameter.default is parameter.empty,
-            "help": texts.get(parameter.name, ""),
-        }
-        for parameter in parameters
-        if parameter.name not in _LEFT_OUT and name_kind(parameter.annotation)
-    }
-    return {"about": f"{experiment.summary}\n\n{experiment.about}", "options": options}
+    options = {}
+    for name, parameter in parameters.items():
+        reading = find_reading(parameter.annotation)
+        if reading is None or name in _LEFT_OUT:
+            continue
+        text, default = texts.get(name, ""), _show(parameter.default)
+        if default:
+            text += f" Default: {default}."
+        options[name] = Described(*reading, parameter.default is parameter.empty, text)
+    return options
 
 
-def name_kind(annotation: Any) -> str:
-    """Return how an argument of this type is typed; empty where no option can give it.
+def find_reading(annotation: Any) -> tuple[Any, Callable[[str], Any] | None] | None:
+    """Return how an argument of this type is read, as in `Described`; None if it is no option.
 
     Example:
-        >>> name_kind(float), name_kind(Sequence[float] | None), name_kind(list[str])
-        ('float', 'floats', 'several texts')
+        >>> find_reading(float), find_reading(Sequence[float] | None), find_reading(dict)
+        ((<class 'float'>, None), (<class 'str'>, <class 'float'>), None)
     """
-    is_union = get_origin(annotation) in (types.UnionType, typing.Union)
-    members = [kind for kind in get_args(annotation) if kind is not type(None)]
-    members = members if is_union else [annotation]
+    members = [annotation]
+    if get_origin(annotation) in (types.UnionType, typing.Union):
+        members = [member for member in get_args(annotation) if member is not type(None)]
     kind = Path if Path in members else members[0]
-    if kind in _KINDS:
-        return _KINDS[kind]
-    if kind == list[str]:
-        return "several texts"
+    if kind in _READ_BY_TYPER:
+        return kind, None
     if get_origin(kind) in (Sequence, tuple):
-        return f"{_KINDS[get_args(kind)[0]]}s"
-    return ""
+        return str, get_args(kind)[0]
+    return None
 
 
-def _show(default: Any) -> str | None:
-    """Return a default as a user would type it; None where there is nothing to show."""
+def _show(default: Any) -> str:
+    """Return a default as a user would type it; empty where there is nothing to show."""
     if default is None or default is inspect.Parameter.empty or default is False:
-        return None
+        return ""
     if isinstance(default, (list, tuple)):
-        return ",".join(map(str, default)) or None
+        return ",".join(map(str, default))
     return str(default)
 
 

@@ -6,7 +6,6 @@ is imported when its own command is called: the list of commands needs none of t
 
 import inspect
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,14 +35,6 @@ PANELS = {  # of the help; options that are not named here are about training
     ),
     "Output": (*("out", "resume", "jobs", "storage", "keep_weights", "track", "time_to"),),
 }
-TYPES: dict[str, Any] = {  # that typer reads; several values are read between commas
-    "flag": bool,
-    "int": int,
-    "float": float,
-    "path": Path,
-    "several texts": list[str],
-}
-READERS: dict[str, Callable[[str], Any]] = {"ints": int, "floats": float, "texts": str}
 
 
 class Experiments(TyperGroup):
@@ -69,41 +60,34 @@ def make_application() -> typer.Typer:
 
 def make_command(name: str) -> Any:
     """Return an experiment's command, with its options in panels."""
-    description = options.describe_command(name)
+    experiment = experiments.find(name)
+    described = options.list_options(experiment)
 
     def command(out: Path, resume: bool, **typed: Any) -> None:
         with explain_end(out):
-            arguments = {}
-            for option, value in typed.items():
-                kind = description["options"][option]["kind"]
-                if value is not None and kind in READERS:
-                    value = read_list(_make_flag(option), value, READERS[kind])
-                if value is not None:
-                    arguments[option] = value
-            run(experiments.find(name), out, arguments | {"resume": resume})
+            given = {option: value for option, value in typed.items() if value is not None}
+            for option, value in given.items():
+                if each := described[option].each:
+                    given[option] = read_list(_make_flag(option), value, each)
+            run(experiment, out, given | {"resume": resume})
 
-    parameters = [_make_option(n, **fields) for n, fields in description["options"].items()]
+    parameters = []
+    for option, (kind, _, is_required, text) in described.items():
+        if is_required:
+            parameters.append(_make_parameter(option, kind, text, inspect.Parameter.empty))
+        else:  # one that is not typed is None, and not passed on
+            parameters.append(_make_parameter(option, kind | None, text, None))
     parameters.append(_make_parameter("out", Path, "Folder of the run.", Path("runs", name)))
     parameters.append(_make_parameter("resume", bool, "Continue the run in the folder.", False))
     order = ["Methods and rates", "Data", "Network", "Training", "Output"]
     parameters.sort(key=lambda parameter: order.index(find_panel(parameter.name)))
+
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     application = typer.Typer(add_completion=False)
-    application.command(name, help=description["about"])(command)
+    about = f"{experiment.summary}\n\n{experiment.about}"
+    application.command(name, help=about)(command)
     return typer.main.get_command(application)
-
-
-def _make_option(
-    name: str, kind: str, default: str | None, required: bool, help: str
-) -> inspect.Parameter:
-    """Return an option as typer reads it; one that is not typed is None, and not passed on."""
-    accepted = TYPES.get(kind, str)
-    if required:
-        return _make_parameter(name, accepted, help, inspect.Parameter.empty)
-    if default is not None:
-        help = f"{help} Default: {default}."
-    return _make_parameter(name, accepted | None, help, None)
 
 
 def _make_parameter(name: str, kind: Any, help: str, default: Any) -> inspect.Parameter:

@@ -14,7 +14,6 @@ from geoparam_lab.experiments.toys import (
     Array,
     Arrays,
     find_common_lr,
-    find_papers_lr,
     load_medians,
     load_motions,
 )
@@ -52,14 +51,11 @@ def draw_fits(run: Run, data: Regression) -> Figure:
     """Draw figure 2d-g: the fits, and below each where its units switch."""
     shown = load_medians(run, "test_rmse")
     figure, columns, _ = plots.new_columns(len(shown), 2, size=(4.1, 3.6))
-    for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
-        colour = plots.method_style(methods.without_options(name)).colour
+    for (above, below), (method, title, rmse, curves) in zip(columns, shown, strict=True):
+        colour = plots.method_style(methods.without_options(method)).colour
         draw_fit(above, data, curves, colour)
         above.sharey(columns[0, 0])
-        rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
-        rate = find_papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
-        above.set_title(title, loc="left")
+        above.set_title(f"{title}: test RMSE {rmse:.3f}", loc="left")
         draw_locations(below, curves, (data.x_test.min(), data.x_test.max()), colour)
     columns[0, 0].legend(frameon=False)
     return figure
@@ -106,10 +102,9 @@ def draw_paths(run: Run, data: Banana) -> Figure:
     names, rates = run.config["methods"], run.config["lrs"]
     figure, columns, corner = plots.new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
-        shown = load_medians(run, "test_accuracy", lr)
-        for ax, (name, curves) in zip(row, shown.items(), strict=True):
-            draw_path(ax, find_locations(curves), data.x_train)
-            ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
+        for ax, median in zip(row, load_medians(run, "test_accuracy", lr), strict=True):
+            draw_path(ax, find_locations(median.curves), data.x_train)
+            ax.set_title(median.title, loc="left")
     plots.legend_beside(corner)
     return figure
 
@@ -141,13 +136,10 @@ def draw_decisions(run: Run, data: Banana, grid: tuple[Array, Array]) -> Figure:
     """Draw figure 3j-m: what the networks decide on a grid, and their units' locations."""
     shown = load_medians(run, "test_accuracy")
     figure, columns, corner = plots.new_columns(len(shown), 1, size=(3.6, 3.8))
-    for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
+    for ax, (_, title, accuracy, curves) in zip(columns[:, 0], shown, strict=True):
         draw_decision(ax, curves["logits"], grid, data)
         draw_stars(ax, find_locations(curves)[-1], grid)
-        accuracy = curves["frame_accuracy"][-1]
-        rate = find_papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
-        ax.set_title(title, loc="left")
+        ax.set_title(f"{title}: test accuracy {accuracy:.3f}", loc="left")
     plots.legend_beside(corner)
     return figure
 

@@ -347,28 +347,37 @@ def compare_gmp_with_sp(run: Run, text: str, measure: str, motion: str) -> str:
     return text.format(**numbers)
 
 
-def find_median_seed(records: Iterable[Record], measure: str) -> int:
-    """Return the seed with the median result; of two in the middle, the one with the lower value.
+class Median(NamedTuple):
+    """The network of a method whose seed has the median test result."""
 
-    Example:
-        >>> records = [{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))]
-        >>> find_median_seed(records, "rmse")
-        2
-    """
-    order = sorted((not math.isfinite(r[measure]), r[measure], r["seed"]) for r in records)
-    finite = sum(not infinite for infinite, _, _ in order) or 1
-    return int(order[(finite - 1) // 2][2])
+    method: str
+    title: str  # with the rate
+    result: float
+    curves: Arrays
 
 
-def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
-    """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
-    medians = {}
+def load_medians(run: Run, measure: str, lr: float | None = None) -> list[Median]:
+    """Return each method's median network, at a rate or else at the papers' own."""
+    medians = []
     for method in run.config["methods"]:
         rate = lr or find_papers_lr(method, run.config["lrs"])
-        records = select_records(run.records(), method=method, lr=rate)
-        network = Network(method, rate, find_median_seed(records, measure))
-        medians[method] = run.curves(network.name)
+        record = find_median(select_records(run.records(), method=method, lr=rate), measure)
+        curves = run.curves(Network(method, rate, record["seed"]).name)
+        title = f"{methods_table.title(method)}, rate {rate:g}"
+        medians.append(Median(method, title, record[measure], curves))
     return medians
+
+
+def find_median(records: Sequence[Record], measure: str) -> Record:
+    """Return the record with the median result; of two in the middle, the one with the lower.
+
+    Example:
+        >>> find_median([{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))], "rmse")
+        {'seed': 2, 'rmse': 1.1}
+    """
+    finite = [record for record in records if math.isfinite(record[measure])] or records
+    order = sorted(finite, key=lambda record: (record[measure], record["seed"]))
+    return order[(len(order) - 1) // 2]
 
 
 def load_motions(run: Run, name: str, lr: float) -> dict[str, Array]:

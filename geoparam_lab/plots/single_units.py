@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from geoparam.plots import INK
 from geoparam_lab.plots.method_styles import BROWN
 
+VIEW = (-3.0, 3.0)
 SIDES = (("active", "#d3e6f2"), ("inactive", "#f8efe6"))
 
 
@@ -14,14 +15,13 @@ def unit_1d(
     lam: float,
     *,
     r: float = 1.0,
-    limits: tuple[float, float] = (-3.0, 3.0),
     ax: Axes,
-) -> Axes:
+) -> None:
     """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides."""
     if direction == 0:
         raise ValueError("a unit with direction 0 has no boundary to draw.")
     location = -lam / direction
-    x = np.sort(np.append(np.linspace(*limits, 401), np.clip(location, *limits)))
+    x = np.sort(np.append(np.linspace(*VIEW, 401), np.clip(location, *VIEW)))
     inside = direction * x + lam
     for (word, fill), side in zip(SIDES, (inside >= 0, inside <= 0), strict=True):
         across = ax.get_xaxis_transform()
@@ -30,19 +30,17 @@ def unit_1d(
     ax.axvline(location, color=BROWN, linewidth=2.0, label="boundary")
     ax.plot([location], [0], "o", color=INK, markersize=7, zorder=5, label="location φ")
 
-    ax.set(xlim=limits, xlabel="x", ylabel="z")
-    ax.set_title(f"boundary at φ = {location:.3g}", loc="left")
+    ax.set(xlim=VIEW, xlabel="x", ylabel="z")
     ax.grid(visible=False)
-    return ax
 
 
 def unit_2d(
     direction: np.ndarray,
     lam: float,
     *,
-    limits: tuple[float, float] = (-3.0, 3.0),
+    limits: tuple[float, float] = VIEW,
     ax: Axes,
-) -> Axes:
+) -> None:
     """A unit over two inputs: its boundary, active half plane, direction and location φ.
 
     `direction` (2,) is its unit vector u, or its weight under other parameterizations.
@@ -74,10 +72,9 @@ def unit_2d(
     for word, place in (("u", location + 0.14 * width * u), ("φ", location)):
         x, y = place + beside
         ax.text(x, y, word, ha="center", va="center", size=12, clip_on=True)
-    return ax
 
 
-def plane(ax: Axes, limits: tuple[float, float]) -> Axes:
+def plane(ax: Axes, limits: tuple[float, float]) -> None:
     """Make the axis a square of the plane with the origin marked.
 
     `limits` are the lowest and highest value in view of both inputs.
@@ -85,4 +82,3 @@ def plane(ax: Axes, limits: tuple[float, float]) -> Axes:
     ax.set(xlim=limits, ylim=limits, aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
     ax.locator_params(nbins=5)
     ax.plot([0], [0], "+", color=INK, markersize=9, zorder=4)
-    return ax

@@ -11,7 +11,7 @@ from geoparam.plots import MUTED
 from geoparam_lab.plots.method_styles import curve_styles
 
 
-def displacement_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
+def displacement_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> None:
     """Draw the largest move of any location in each step, (seeds, steps) for each method.
 
     The axis is in powers of 2. The largest of any seed is a thin line, so that no jump is hidden;
@@ -20,7 +20,7 @@ def displacement_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
     Example:
         >>> ax = Figure().subplots()
         >>> curves = {"sp": 2.0 ** np.arange(16)[None], "gmp": np.full((3, 16), 0.1)}
-        >>> _ = displacement_curves(curves, ax=ax)
+        >>> displacement_curves(curves, ax=ax)
         >>> ax.get_legend_handles_labels()[1]
         ['SP', 'GmP']
     """
@@ -33,10 +33,9 @@ def displacement_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
     ax.margins(x=0)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="largest move of a location, max |Δφ|")
-    return ax
 
 
-def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
+def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> None:
     """Draw the largest rotation of any unit in each step, in degrees, likewise."""
     displacement_curves(curves, ax=ax)
     ax.set_ylabel("largest rotation of a unit (degrees)")
@@ -44,7 +43,6 @@ def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes) -> Axes:
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
     place |= {"xytext": (0, 3), "textcoords": "offset points"}
     ax.annotate("180°: turned round", (1.0, 180), **place, color=MUTED, size=8)
-    return ax
 
 
 def _loggable(values: np.ndarray) -> np.ndarray:

@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     part: str  # the name of the script
     dataset: str
-    method: str  # perhaps with options: "gmp:norm=mbn" has another norm
+    method: str  # perhaps with options, as in "gmp:init=sphere"
     size: float
     lr: float | None
     seed: int
@@ -178,9 +178,7 @@ def train(
     )
 
     widths = (parts.x_train.shape[2], *hidden, 1)
-    name, *words = method.split(":")
-    options = dict(word.split("=") for word in words)
-    models = [methods.mlp(name, widths, seed=seed, dtype=dtype, **options) for seed in seeds]
+    models = [methods.mlp(method, widths, seed=seed, dtype=dtype) for seed in seeds]
 
     result = stacked.train(
         models,

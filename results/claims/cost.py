@@ -8,12 +8,12 @@ Processor seconds of a layer's forward and backward pass, methods in turn, and `
 import functools
 import itertools
 import time
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from claim import BATCH_SIZE, Case, Cases, Record, find_exponents, make_tasks, run
-from torch import Tensor, nn
+from torch import nn
 
 from geoparam_lab import methods
 
@@ -21,21 +21,15 @@ SIDE = 512
 WARMUP, REPEATS = 2, 15  # of a timed step; the fastest counts
 
 
-class Step(NamedTuple):
-    """A layer, and what goes through it forward and backward."""
-
-    layer: nn.Module
-    x: Tensor
-    gradient: Tensor
-
-
-def make_step(case: Case) -> Step:
+def make_step(case: Case) -> Callable[[], None]:
+    """Return a layer's forward and backward pass."""
     n, m = int(case.size), SIDE
     if case.dataset == "units":
         n, m = m, n
     with methods.use_seed(case.seed):
         layer = methods.get(case.method).block(nn.Linear, n, m, dtype=torch.float32)
-        return Step(layer, torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m))
+        x, gradient = torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m)
+    return lambda: layer(x).backward(gradient)
 
 
 def measure(cases: Cases, *unused: object) -> list[Record]:
@@ -43,7 +37,7 @@ def measure(cases: Cases, *unused: object) -> list[Record]:
     seconds = np.empty((WARMUP + REPEATS, len(cases)))
     for row, (i, step) in itertools.product(seconds, enumerate(steps)):
         start = time.process_time()
-        step.layer(step.x).backward(step.gradient)
+        step()
         row[i] = time.process_time() - start
 
     fastest = dict(zip(cases, seconds[WARMUP:].min(axis=0).tolist(), strict=True))

@@ -42,7 +42,7 @@ def measure_shift(inputs: Sequence[Tensor]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    compared = ["wn", "wn+mbn", "bn", "gmp", "gmp:norm=mbn", "gmp+imn"]
+    compared = ["wn", "wn+mbn", "bn", "gmp", "gmp+mbn", "gmp+imn"]
     layers = range(1, LAYERS + 1)
     tasks = make_tasks("shift", ["energy"], compared, layers, (0.03,), together="size")
     run("shift", tasks, measure, datasets=["energy"])

@@ -78,8 +78,7 @@ def measure(cases: Cases, sets: Sets) -> list[Record]:
         else:
             part = splits.stack(*sets[dataset], [seed])
             x, y = part.x_train[0], part.y_train[0]
-        method, _, init = variant.partition(":init=")
-        model = methods.mlp(method, (x.shape[-1], int(width), 1), seed=seed, init=init)
+        model = methods.mlp(variant, (x.shape[-1], int(width), 1), seed=seed)
         records.append(measure_start(model, torch.from_numpy(x), torch.from_numpy(y)))
     return records
 

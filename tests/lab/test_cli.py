@@ -178,8 +178,8 @@ def test_options_reach_the_experiment(
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_option_has_a_help_text(name: str) -> None:
-    described = options.describe_command(name)["options"]
-    assert all(len(option["help"]) > 10 for option in described.values())
+    described = options.list_options(experiments.find(name))
+    assert all(len(option.help) > 10 for option in described.values())
 
 
 def test_help_shows_defaults(geoparam: Geoparam) -> None:

@@ -185,9 +185,10 @@ def test_figures_are_of_each_methods_median_seed_and_the_slider_of_the_first(
         own = toys.find_compared(run, method)
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
-        assert seed == toys.find_median_seed(own, "test_rmse")
+        assert seed == toys.find_median(own, "test_rmse")["seed"]
         curves = run.curves(toys.Network(method, 0.1, seed).name)
-        np.testing.assert_array_equal(curves["prediction"], shown[method]["prediction"])
+        np.testing.assert_array_equal(curves["prediction"], shown[m].curves["prediction"])
+        assert (shown[m].method, shown[m].result) == (method, middle)
         first = run.curves(toys.Network(method, 0.1, int(slider["seeds"][0])).name)
         np.testing.assert_array_equal(slider["prediction"][0, m, -1], first["prediction"][-1])
 
