@@ -72,6 +72,10 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the new weights (k, m, n), and put the new state into `state`."""
         raise NotImplementedError
 
+    def look_ahead(self, g: Tensor, state: State, mu: float) -> Tensor:
+        """Return Nesterov's momentum, (1 - mu) g + mu M with M <- mu M + (1 - mu) g."""
+        return g.lerp(state["momentum_buffer"].lerp_(g, 1 - mu), mu)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -102,20 +106,19 @@ class RowOptimizer(torch.optim.Optimizer):
 class Airbench(RowOptimizer):
     """W <- sqrt(m) W / |W|_F before every step, then W <- W - lr polar(X) by three iterations.
 
-    X is the Nesterov momentum (1 - mu) g + mu M, with M <- mu M + (1 - mu) g.
+    X is Nesterov's momentum.
     """
 
     def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         lengths = w.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-        momentum = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
-        turn = polar(g.lerp(momentum, group["momentum"]), MUON[:3])
+        turn = polar(self.look_ahead(g, state, group["momentum"]), MUON[:3])
         return w * (math.sqrt(w.shape[1]) / lengths) - group["lr"] * turn
 
 
 class MuonH(RowOptimizer):
     """Matrices of constant length R = |W0|_F that move by a constant share of it (Hyperball).
 
-    With X the Nesterov momentum as in `Airbench` and N(A) = A / |A|_F:
+    With X Nesterov's momentum and N(A) = A / |A|_F:
 
         W <- R N(W - lr R N(polar(X))).
     """
@@ -124,8 +127,7 @@ class MuonH(RowOptimizer):
         return super().start(weight) | {"length": weight.norm().view(1, 1)}
 
     def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
-        momentum = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
-        change = polar(g.lerp(momentum, group["momentum"]), MUON).to(w.dtype)
+        change = polar(self.look_ahead(g, state, group["momentum"]), MUON).to(w.dtype)
         length = state["length"]
         return length * _unit(w - group["lr"] * length * _unit(change))
 
@@ -163,6 +165,9 @@ class AngularMuown(RowOptimizer):
     With T = s (g - <g, u> u), the gradient of a unit row, and M <- mu M + T:
 
         U <- N(U - lr sqrt(max(1, m / n)) polar(T + mu M)).
+
+    The authors' further factor, which falls with the steps under a schedule that holds and is 1
+    under a cosine, is left out.
     """
 
     BETAS = (0.9, 0.95)

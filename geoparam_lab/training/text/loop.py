@@ -38,7 +38,7 @@ class TextTraining(StepTraining):
     """A run in progress; its parts are the steps from one mark to the next."""
 
     EXAMPLES = "bytes"
-    PLAIN = ("step", "seconds", "outcome", "val_steps", "val_losses")
+    PLAIN = ("step", "seconds", "outcome", "val_losses")
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class TextTraining(StepTraining):
         self.text, self.validation = (
             torch.tensor(part, device=self.device) for part in (text.train, text.val)
         )
-        self.val_steps: list[int] = []
-        self.val_losses: list[float] = []
+        self.marks = list_marks(settings.steps, settings.marks)
+        self.val_losses: list[float] = []  # at the marks
         self.kept = time.monotonic()  # when a checkpoint was written
 
     @property
@@ -69,8 +69,7 @@ class TextTraining(StepTraining):
 
     def load_part(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the windows of the steps up to the next mark."""
-        marks = list_marks(self.settings.steps, self.settings.marks)
-        end = next(mark for mark in marks if mark > self.step)
+        end = next(mark for mark in self.marks if mark > self.step)
         for step in range(self.step, end):
             yield (self.draw_windows(step),)
 
@@ -128,7 +127,6 @@ class TextTraining(StepTraining):
 
     def end_part(self) -> None:
         loss = self.evaluate()
-        self.val_steps.append(self.step)
         self.val_losses.append(loss)
         if not math.isfinite(loss):
             self.outcome = DIVERGED
@@ -155,7 +153,7 @@ class TextTraining(StepTraining):
         }
         curves = {
             "train_loss": losses,
-            "val_step": np.array(self.val_steps),
+            "val_step": np.array(self.marks[: len(self.val_losses)]),
             "val_loss": np.array(self.val_losses),
         }
         return Outcome(record, curves)

@@ -36,25 +36,15 @@ _RULES = {
 
 # The numbers of each method, and their values where a sweep names none. `lr` is the rate of the
 # rows; "turn" has an angle in its place, and its `lr` is that of the rest.
+_REST: dict[str, float | None] = {"rest_lr": 3e-3, "rest_decay": None}
+_OURS = {**_REST, "scale_lr": None}
 METHODS: dict[str, dict[str, float | None]] = {
-    "turn": {
-        "turn": 2.4,
-        "momentum": 0.95,
-        "rest_lr": 3e-3,
-        "rest_decay": None,
-        "scale_lr": None,
-    },
-    "geometric": {
-        "lr": 3e-3,
-        "momentum": 0.9,
-        "rest_lr": 3e-3,
-        "rest_decay": None,
-        "scale_lr": None,
-    },
+    "turn": {"turn": 2.4, "momentum": 0.95, **_OURS},
+    "geometric": {"lr": 3e-3, "momentum": 0.9, **_OURS},
     "adamw": {"lr": 3e-3, "decay": 0.1, "momentum": 0.9},
-    "muon": {"lr": 0.02, "decay": 0.1, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
-    "angularmuown": {"lr": 0.04, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
-    "muonh": {"lr": 0.018, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
+    "muon": {"lr": 0.02, "decay": 0.1, "momentum": 0.95, **_REST},
+    "angularmuown": {"lr": 0.04, "momentum": 0.95, **_REST},
+    "muonh": {"lr": 0.018, "momentum": 0.95, **_REST},
 }
 SIZES = {"width": "widths", "depth": "depths", "steps": "steps", "batch_size": "batch_sizes"}
 NUMBERS = {  # of methods, and what a sweep calls several
