@@ -118,6 +118,20 @@ def test_a_checkpoint_loads_into_a_model_that_is_converted_anew(weights: str) ->
     assert gp.verify(trained, fresh, EXAMPLES) == 0
 
 
+@pytest.mark.parametrize("norm", ["imn", "fold"])
+@pytest.mark.parametrize("strict", [True, False])
+@weights_choice
+def test_the_originals_file_is_refused_also_where_keys_need_not_fit(
+    weights: str, strict: bool, norm: str
+) -> None:
+    original, options = build(), {"norm": norm, "weights": weights}
+    model = gp.convert_(copy.deepcopy(original), example_inputs=EXAMPLES, **options)
+    with pytest.raises(
+        RuntimeError, match="1 is a BatchNorm that a layer .* Load it before convert_"
+    ):
+        model.load_state_dict(original.state_dict(), strict=strict)
+
+
 PLANS = [
     ("fold", "geometric", "4 of 5 layers under GmP", "nothing"),
     ("fold", "plain", "4 of 5 layers with plain weights", "nothing"),
