@@ -38,6 +38,17 @@ class RemovedNorm(nn.Sequential):
         offset: Any = layer.lam if isinstance(layer, GmPLayer) else layer.bias
         return offset.requires_grad
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuse the norm's own values, with `strict=False` too: the weights are without it."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if f"{prefix}running_mean" in state_dict:
+            errors = rest[-1]
+            errors.append(
+                f"{prefix[:-1]} is a BatchNorm that a layer of this model has absorbed, and the "
+                "file has its values, with weights from before. Load it before convert_, or "
+                "after fold_(model, restore_norm=True)."
+            )
+
     def follow(self, layer: nn.Module) -> "RemovedNorm":
         """Return this place for a layer that replaces the one which absorbed the norm."""
         moved = copy.copy(self)

@@ -128,7 +128,7 @@ def convert_(
     if advice is not None:
         warnings.warn(advice, stacklevel=2)
     if init is None:
-        centred = {d.name for d in decided.converted if d.norm and d.input_norm}
+        centred = {d.name for d in decided.converted if d.input_norm}
         layers = [c for c in candidates.values() if c.name in centred]
         if layers and calibration is not None:
             means = _measure_input_means(model, layers, calibration)
@@ -320,7 +320,7 @@ class _Builder:
         """Return the layer that takes the place of an old one, and of the norm it absorbs."""
         weight, bias = candidate.read()
         mean = None
-        if self.init is None and norm is not None and decision.input_norm:
+        if self.init is None and decision.input_norm:
             mean = self.means.get(decision.name)
 
         if decision.weights == "plain":

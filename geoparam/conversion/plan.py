@@ -287,9 +287,17 @@ class _Planner:
             if reason := self._explain_left_plain(candidate, decision):
                 return replace(left, notes=(reason,))
 
-        facts = list(decision.notes)
+        notes = (*decision.notes, *self._find_facts(weight, bias, decision, zeros))
+        parameters = weight.numel() + (0 if bias is None else bias.numel())
+        return replace(decision, notes=notes, parameters=parameters)
+
+    def _find_facts(
+        self, weight: Tensor, bias: Tensor | None, decision: Decision, zeros: int
+    ) -> list[str]:
+        """Return what is worth knowing about a layer's parameters."""
+        facts = []
+        norm: Any = self.model.get_submodule(decision.norm) if decision.norm else None
         if decision.weights == "geometric":
-            norm = self.model.get_submodule(decision.norm) if decision.norm else None
             has_bias = bias is not None or norm is not None
             if zeros:
                 facts.append(f"{zeros} zero rows have r = 0")
@@ -297,8 +305,13 @@ class _Planner:
                 facts.append(
                     "its frozen bias moves with r: bias = r * lam, and only lam stays frozen"
                 )
-        parameters = weight.numel() + (0 if bias is None else bias.numel())
-        return replace(decision, notes=tuple(facts), parameters=parameters)
+        elif norm is not None and norm.weight is not None:
+            if norm.weight.requires_grad and not weight.requires_grad:
+                facts.append(
+                    f"the scale of {decision.norm} goes into the frozen weight and stops "
+                    "learning; with weights='geometric' r learns it"
+                )
+        return facts
 
     def _explain_left(self, candidate: Candidate, absorbed: str | None) -> str:
         """Return why a layer that has a GmP form stays as it is, "" if it does not."""

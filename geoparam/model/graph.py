@@ -100,13 +100,10 @@ class Graph:
 
     def calls(self, layer: str) -> list[Call]:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
-        return [self._call(index) for index in self._layer_calls(layer)]
-
-    def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
         if not calls:
             raise ValueError(f"no layer {layer!r} ran; these did: {', '.join(self.layers)}")
-        return calls
+        return [self._call(index) for index in calls]
 
     def _names(self, indices: Iterable[int]) -> tuple[str, ...]:
         names: dict[str, None] = {}  # a set in order

@@ -118,6 +118,30 @@ def test_a_checkpoint_loads_into_a_model_that_is_converted_anew(weights: str) ->
     assert gp.verify(trained, fresh, EXAMPLES) == 0
 
 
+@pytest.mark.parametrize("norm", ["imn", "fold"])
+@pytest.mark.parametrize("strict", [True, False])
+@weights_choice
+def test_the_originals_file_is_refused_also_where_keys_need_not_fit(
+    weights: str, strict: bool, norm: str
+) -> None:
+    original, options = build(), {"norm": norm, "weights": weights}
+    model = gp.convert_(copy.deepcopy(original), example_inputs=EXAMPLES, **options)
+    with pytest.raises(
+        RuntimeError, match="1 is a BatchNorm that a layer .* Load it before convert_"
+    ):
+        model.load_state_dict(original.state_dict(), strict=strict)
+
+
+def test_the_plan_says_where_a_frozen_weight_takes_a_scale_that_learned() -> None:
+    model = build()
+    model[0].weight.requires_grad_(False)
+    options: dict[str, Any] = {"norm": "fold", "example_inputs": EXAMPLES}
+    note = "the scale of 1 goes into the frozen weight and stops learning"
+    assert str(gp.plan(model, weights="plain", **options)).count(note) == 1
+    assert note not in str(gp.plan(model, **options))
+    assert gp.convert_(model, **options)[0].r.requires_grad
+
+
 PLANS = [
     ("fold", "geometric", "4 of 5 layers under GmP", "nothing"),
     ("fold", "plain", "4 of 5 layers with plain weights", "nothing"),
