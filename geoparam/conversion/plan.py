@@ -277,7 +277,7 @@ class _Planner:
             limit = _explain_limit(weight.dtype, r, offset)
             zeros = int((r == 0).sum())
         if limit and decision.weights == "geometric":
-            if self.request.norm != "fold" or decision.norm is None:
+            if decision.norm is None:
                 return replace(left, notes=(limit,))
             # The norm goes into a plain weight where r cannot hold the result.
             notes = (*decision.notes, f"plain weight: {limit}")

@@ -181,16 +181,17 @@ def test_the_plan_counts_means_that_were_there_unless_they_are_frozen() -> None:
     assert "in training: nothing" in str(gp.plan(model, norm="fold", example_inputs=EXAMPLES))
 
 
-def test_a_layer_that_r_cannot_hold_gets_plain_weights() -> None:
+@pytest.mark.parametrize(("norm", "kind"), [("fold", nn.Conv2d), ("imn", gp.InputMeanConv2d)])
+def test_a_layer_that_r_cannot_hold_gets_plain_weights(norm: Any, kind: type[nn.Module]) -> None:
     original = build()
     with torch.no_grad():
         original[4].weight[0], original[4].bias[0] = 0, 1  # a channel that training switched off
     model = copy.deepcopy(original)
-    text = str(gp.plan(model, norm="fold", example_inputs=EXAMPLES))
+    text = str(gp.plan(model, norm=norm, example_inputs=EXAMPLES))
     assert text.startswith("3 of 5 layers under GmP") and "BatchNorms removed: 4" in text
-    assert "3: Conv2d (absorbs 4; plain weight: 1 rows with |bias| > 100 |weight|)" in text
-    gp.convert_(model, norm="fold", example_inputs=EXAMPLES)
-    assert type(model[3]) is nn.Conv2d and not has_batch_norm(model)
+    assert "plain weight: 1 rows with |bias| > 100 |weight|)" in text
+    gp.convert_(model, norm=norm, example_inputs=EXAMPLES)
+    assert type(model[3]) is kind and not has_batch_norm(model)
     assert gp.verify(original, model, EXAMPLES) < 1e-5
     restored = gp.fold_(model, restore_norm=True)
     assert list(restored.state_dict()) == list(original.state_dict())
