@@ -203,16 +203,11 @@ class Regions(LayerQuantity):
         patterns = interval.now.patterns
         if patterns is None:
             return {}, {}, {}
-
-        is_comparable = interval.changes is not None
-        layers, network = interval.changes or patterns.changes(patterns)
-        by_name = {**layers, NETWORK: network}
-        regions = {name: change.regions for name, change in by_name.items()}
-        if not is_comparable:
-            return {}, {}, regions
-        share = {name: change.share for name, change in by_name.items()}
-        points = {name: change.points for name, change in by_name.items()}
-        return share, points, regions
+        changes = interval.changes or patterns.changes(patterns)
+        by_name = {**changes.layers, NETWORK: changes.network}
+        columns = zip(*by_name.values(), strict=True)
+        shares, points, regions = (dict(zip(by_name, c, strict=True)) for c in columns)
+        return (shares, points, regions) if interval.changes else ({}, {}, regions)
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -282,7 +277,13 @@ def measure(quantities: Sequence[Quantity], interval: Interval) -> Tensor:
     for quantity in quantities:
         is_known = interval.readings is not None or not quantity.needs_probe
         if isinstance(quantity, UnitQuantity):
-            vectors.append(quantity.measure(interval) if is_known else unknown)
+            values = quantity.measure(interval) if is_known else unknown
+            if values.shape != unknown.shape:
+                raise ValueError(
+                    f"{quantity.name}: measure() returns one value for each followed unit, "
+                    f"{len(unknown)} of them; got a tensor of shape {tuple(values.shape)}."
+                )
+            vectors.append(values)
         else:
             nothing: list[Mapping[str, Tensor]] = [{} for _ in quantity.columns]
             columns = quantity.measure(interval) if is_known else nothing

@@ -148,10 +148,8 @@ class BoundaryTracker:
         # Copies: a loader may fill the same memory with the next batch.
         device = next((p.device for p in self.model.parameters()), None)
         place = partial(Tensor.to, device=device, copy=True)
-        self._probe = tree_map_only(Tensor, place, probe)
-        batch = self._probe
-        if example_inputs is not None:
-            batch = tree_map_only(Tensor, place, example_inputs)
+        self._probe, examples = tree_map_only(Tensor, place, (probe, example_inputs))
+        batch = self._probe if examples is None else examples
         has_group = dist.is_available() and dist.is_initialized()
         self._is_first = not has_group or dist.get_rank() == 0
         is_sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
