@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,12 +135,10 @@ class History(Mapping[str, LayerHistory]):
         dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
 
         self._unit_columns = tuple(unit_columns)
-        self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
-        total = 0
-        for name, count in zip(layers, counts or [0] * len(layers), strict=True):
-            self._slices[name] = slice(total, total + count)
-            total += count
-        arrays = [(name, "f8", (total,)) for name in unit_columns]
+        ends = np.cumsum([0, *(counts or [])]).tolist()
+        slices = [slice(*span) for span in pairwise(ends)]  # of units in the arrays of all
+        self._slices = dict(zip(layers, slices, strict=counts is not None))
+        arrays = [(name, "f8", (ends[-1],)) for name in unit_columns]
         dtype_of_units = np.dtype([("step", "i8"), *arrays])
 
         beside = None if path is None else Path(path).with_suffix(".units.npy")
@@ -256,9 +255,8 @@ class History(Mapping[str, LayerHistory]):
         for name in ("step", *self.quantities):
             records[name] = rows[name].copy()
         if self._units is not None and layer in self._slices:
-            units = self._slices[layer]
             for name in self._unit_columns:
-                records[name] = self._units.rows[name][:, units].copy()
+                records[name] = self._units.rows[name][:, self._slices[layer]].copy()
         return records
 
     def __iter__(self) -> Iterator[str]:

@@ -127,10 +127,8 @@ class Active(UnitQuantity):
         values = []
         for name, count in zip(layout.sites, layout.counts, strict=True):
             unknown = layout.like.new_full((count,), torch.nan, dtype=torch.float64)
-            if name in active:
-                values.append(layout.pick(name, active[name]).to(unknown))
-            else:
-                values.append(unknown)
+            known = layout.pick(name, active[name]) if name in active else unknown
+            values.append(known.to(unknown))
         return torch.cat(values)
 
 
