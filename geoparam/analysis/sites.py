@@ -258,7 +258,7 @@ def _find_others(
         before = _find_layer_before(graph, step)
         layer = None if before is None else graph.nodes[before].name
         is_wanted = has_all_layers or (before is None and isinstance(activation, MaxPool))
-        if layer in units:
+        if layer is not None and layer in units:
             is_wanted = units[layer].module in chosen_layers
         if is_wanted:
             channel = -1
