@@ -156,8 +156,9 @@ class BoundaryTracker:
         if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
         self._writer: ScalarLog | CSVLog | None = None
+        log = log if self._is_first else None
         with removing_new(log):
-            if log is not None and self._is_first:
+            if log is not None:
                 self._writer = open_log(log, logged, resume)
             if batch is not None and self._takes_part:
                 self._begin(batch)
