@@ -150,11 +150,13 @@ class History(Mapping[str, LayerHistory]):
                 self._units = GrowingArray(dtype_of_units, beside, resume)
                 self._match_units(self._units)
 
-    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+    def append(
+        self, step: int, values: np.ndarray, units: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         """Add a record, to both files or to none; return its rows of the summary.
 
-        `values` are (layers + 1, columns), the network's last; `units`, which are left out if
-        they are not kept, have one row for each of the units' columns, over all layers.
+        `values` are (layers + 1, columns), the network's last; `units`, which count only if they
+        are kept, have for each of the units' columns the values of all layers' units.
         """
         rows = np.zeros(len(self._rows_of), self._summary.dtype)
         rows["step"] = step
@@ -162,7 +164,7 @@ class History(Mapping[str, LayerHistory]):
         for column, name in enumerate(self.quantities):
             rows[name] = values[:, column]
         records = len(self._summary) // len(self._rows_of)
-        if self._units is not None and units is not None:
+        if self._units is not None:
             row = np.zeros(1, self._units.dtype)
             row["step"] = step
             for name, values_of_units in zip(self._unit_columns, units, strict=True):

@@ -16,6 +16,7 @@ A quantity that is not known is NaN.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -299,8 +300,8 @@ def _make_column(interval: Interval, by_layer: Mapping[str, Tensor]) -> Tensor:
 
 def summarise(
     quantities: Sequence[Quantity], measured: np.ndarray, counts: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total).
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the summary (layers + 1, columns), the network's last, and quantities of units.
 
     Args:
         measured: What `measure` has returned.
@@ -324,7 +325,7 @@ def summarise(
 
     names = [column for quantity in quantities for column in quantity.columns]
     summary = np.stack([columns[name] for name in names], axis=1)
-    return summary, np.stack([*by_unit.values()]) if by_unit else summary[:0]
+    return summary, [*by_unit.values()]
 
 
 def _summarise_units(
@@ -364,10 +365,10 @@ def compute_quantiles(
         [[[3.0, 5.0], [7.0, 7.0], [4.0, 7.0]]]
     """
     # Layer after layer, each in rising order, and then the network; NaN comes last in each.
-    ends = np.cumsum(counts)
-    parts = [*np.split(values, ends[:-1], axis=1), values]
-    ordered = np.concatenate([np.sort(part, axis=1) for part in parts], axis=1)
-    first = np.array([0, *ends])
+    first = np.cumsum([0, *counts])
+    ordered = np.concatenate([values, values], axis=1)
+    for start, end in pairwise([*first, ordered.shape[1]]):
+        ordered[:, start:end].sort(axis=1)
     known = sum_by_layer(~np.isnan(values), counts)
 
     # A quantile is between two ranks: level 0 is that of the first value, 1 of the last known.
