@@ -115,7 +115,8 @@ def boundaries(
     A layer has distances only if its norm and activation are understood. They are NaN for smooth
     activations, output layers, foreign norms, norms over other features than the units, norms with
     a view (transpose, reshape) before the activation, averages and arithmetic with constants
-    there, a norm after a sum, results that are used twice, and calls with different norms; then
+    there, a norm after a sum, results that are used twice, and a layer whose calls have different
+    norms or activation modules; then
     the directions are those of the weight's rows. `layer_boundaries` takes what follows a layer
     from you instead. Subclasses of torch's layers that compute something else are left out. Before
     a residual sum, the boundary is that of the layer and its norm alone.

@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,12 +135,10 @@ class History(Mapping[str, LayerHistory]):
         dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
 
         self._unit_columns = tuple(unit_columns)
-        self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
-        total = 0
-        for name, count in zip(layers, counts or [0] * len(layers), strict=True):
-            self._slices[name] = slice(total, total + count)
-            total += count
-        arrays = [(name, "f8", (total,)) for name in unit_columns]
+        ends = np.cumsum([0, *(counts or [])]).tolist()
+        slices = [slice(*span) for span in pairwise(ends)]  # of units in the arrays of all
+        self._slices = dict(zip(layers, slices, strict=counts is not None))
+        arrays = [(name, "f8", (ends[-1],)) for name in unit_columns]
         dtype_of_units = np.dtype([("step", "i8"), *arrays])
 
         beside = None if path is None else Path(path).with_suffix(".units.npy")
@@ -151,11 +150,13 @@ class History(Mapping[str, LayerHistory]):
                 self._units = GrowingArray(dtype_of_units, beside, resume)
                 self._match_units(self._units)
 
-    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+    def append(
+        self, step: int, values: np.ndarray, units: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         """Add a record, to both files or to none; return its rows of the summary.
 
-        `values` are (layers + 1, columns), the network's last; `units`, which are left out if
-        they are not kept, have one row for each of the units' columns, over all layers.
+        `values` are (layers + 1, columns), the network's last; `units`, which count only if they
+        are kept, have for each of the units' columns the values of all layers' units.
         """
         rows = np.zeros(len(self._rows_of), self._summary.dtype)
         rows["step"] = step
@@ -163,7 +164,7 @@ class History(Mapping[str, LayerHistory]):
         for column, name in enumerate(self.quantities):
             rows[name] = values[:, column]
         records = len(self._summary) // len(self._rows_of)
-        if self._units is not None and units is not None:
+        if self._units is not None:
             row = np.zeros(1, self._units.dtype)
             row["step"] = step
             for name, values_of_units in zip(self._unit_columns, units, strict=True):
@@ -256,9 +257,8 @@ class History(Mapping[str, LayerHistory]):
         for name in ("step", *self.quantities):
             records[name] = rows[name].copy()
         if self._units is not None and layer in self._slices:
-            units = self._slices[layer]
             for name in self._unit_columns:
-                records[name] = self._units.rows[name][:, units].copy()
+                records[name] = self._units.rows[name][:, self._slices[layer]].copy()
         return records
 
     def __iter__(self) -> Iterator[str]:

@@ -117,17 +117,16 @@ def _format(lines: Sequence[Sequence[object]]) -> bytes:
 def _find_sender(log: Any) -> Callable[[Scalars, int], None]:
     """Return a function of scalars and step that sends them to a writer."""
     is_other = isinstance(log, type | logging.Logger | nn.Module)  # their `log` is something else
-    if not is_other and callable(getattr(log, "log_metrics", None)):
-        return lambda scalars, step: log.log_metrics(dict(scalars), step=step)
+    names = ("log_metrics", "add_scalar", "log")
+    name = next((name for name in names if callable(getattr(log, name, None))), None)
+    if is_other or name is None:
+        raise ValueError(WRONG_LOG.format(type(log).__name__))
+    method = getattr(log, name)
+    if name != "add_scalar":
+        return lambda scalars, step: method(dict(scalars), step=step)
 
-    if not is_other and callable(getattr(log, "add_scalar", None)):
+    def add_scalars(scalars: Scalars, step: int) -> None:
+        for tag, value in scalars.items():
+            method(tag, value, step)
 
-        def add_scalars(scalars: Scalars, step: int) -> None:
-            for tag, value in scalars.items():
-                log.add_scalar(tag, value, step)
-
-        return add_scalars
-
-    if not is_other and callable(getattr(log, "log", None)):
-        return lambda scalars, step: log.log(dict(scalars), step=step)
-    raise ValueError(WRONG_LOG.format(type(log).__name__))
+    return add_scalars

@@ -16,6 +16,7 @@ A quantity that is not known is NaN.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -127,10 +128,8 @@ class Active(UnitQuantity):
         values = []
         for name, count in zip(layout.sites, layout.counts, strict=True):
             unknown = layout.like.new_full((count,), torch.nan, dtype=torch.float64)
-            if name in active:
-                values.append(layout.pick(name, active[name]).to(unknown))
-            else:
-                values.append(unknown)
+            known = layout.pick(name, active[name]) if name in active else unknown
+            values.append(known.to(unknown))
         return torch.cat(values)
 
 
@@ -203,16 +202,11 @@ class Regions(LayerQuantity):
         patterns = interval.now.patterns
         if patterns is None:
             return {}, {}, {}
-
-        is_comparable = interval.changes is not None
-        layers, network = interval.changes or patterns.changes(patterns)
-        by_name = {**layers, NETWORK: network}
-        regions = {name: change.regions for name, change in by_name.items()}
-        if not is_comparable:
-            return {}, {}, regions
-        share = {name: change.share for name, change in by_name.items()}
-        points = {name: change.points for name, change in by_name.items()}
-        return share, points, regions
+        changes = interval.changes or patterns.changes(patterns)
+        by_name = {**changes.layers, NETWORK: changes.network}
+        columns = zip(*by_name.values(), strict=True)
+        shares, points, regions = (dict(zip(by_name, c, strict=True)) for c in columns)
+        return (shares, points, regions) if interval.changes else ({}, {}, regions)
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -282,7 +276,13 @@ def measure(quantities: Sequence[Quantity], interval: Interval) -> Tensor:
     for quantity in quantities:
         is_known = interval.readings is not None or not quantity.needs_probe
         if isinstance(quantity, UnitQuantity):
-            vectors.append(quantity.measure(interval) if is_known else unknown)
+            values = quantity.measure(interval) if is_known else unknown
+            if values.shape != unknown.shape:
+                raise ValueError(
+                    f"{quantity.name}: measure() returns one value for each followed unit, "
+                    f"{len(unknown)} of them; got a tensor of shape {tuple(values.shape)}."
+                )
+            vectors.append(values)
         else:
             nothing: list[Mapping[str, Tensor]] = [{} for _ in quantity.columns]
             columns = quantity.measure(interval) if is_known else nothing
@@ -300,8 +300,8 @@ def _make_column(interval: Interval, by_layer: Mapping[str, Tensor]) -> Tensor:
 
 def summarise(
     quantities: Sequence[Quantity], measured: np.ndarray, counts: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total).
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the summary (layers + 1, columns), the network's last, and quantities of units.
 
     Args:
         measured: What `measure` has returned.
@@ -325,7 +325,7 @@ def summarise(
 
     names = [column for quantity in quantities for column in quantity.columns]
     summary = np.stack([columns[name] for name in names], axis=1)
-    return summary, np.stack([*by_unit.values()]) if by_unit else summary[:0]
+    return summary, [*by_unit.values()]
 
 
 def _summarise_units(
@@ -365,10 +365,10 @@ def compute_quantiles(
         [[[3.0, 5.0], [7.0, 7.0], [4.0, 7.0]]]
     """
     # Layer after layer, each in rising order, and then the network; NaN comes last in each.
-    ends = np.cumsum(counts)
-    parts = [*np.split(values, ends[:-1], axis=1), values]
-    ordered = np.concatenate([np.sort(part, axis=1) for part in parts], axis=1)
-    first = np.array([0, *ends])
+    first = np.cumsum([0, *counts])
+    ordered = np.concatenate([values, values], axis=1)
+    for start, end in pairwise([*first, ordered.shape[1]]):
+        ordered[:, start:end].sort(axis=1)
     known = sum_by_layer(~np.isnan(values), counts)
 
     # A quantile is between two ranks: level 0 is that of the first value, 1 of the last known.

@@ -239,7 +239,9 @@ def _find_others(
     Each has the name of the layer before it; if there is none, that of its function. Those that
     follow layers which were not chosen are left out.
     """
-    names = {call.layer: site.name for site in chosen.values() for call in site.calls}
+    names: dict[int | None, str] = {}
+    for site in chosen.values():
+        names |= {call.layer: site.name for call in site.calls}
     chosen_layers = {site.layer for site in chosen.values()}
     has_all_layers = chosen_layers == {unit.module for unit in units.values()}
     shown: set[int | None] = set()
@@ -254,17 +256,17 @@ def _find_others(
             continue
 
         before = _find_layer_before(graph, step)
-        if before is None:
-            name = node.op
-            is_wanted = has_all_layers or isinstance(activation, MaxPool)
-        else:
-            layer = graph.nodes[before].name or ""
-            name = names.get(before, layer or node.op)
-            is_wanted = has_all_layers
-            if layer in units:
-                is_wanted = units[layer].module in chosen_layers
+        layer = None if before is None else graph.nodes[before].name
+        is_wanted = has_all_layers or (before is None and isinstance(activation, MaxPool))
+        if layer is not None and layer in units:
+            is_wanted = units[layer].module in chosen_layers
         if is_wanted:
-            others.append(_make_site(name, activation, step, graph))
+            channel = -1
+            if isinstance(activation, SReLU):
+                channel = activation.dim % len(node.shape) - len(node.shape)
+            name = names.get(before, layer or node.op)
+            call = Call(layer=-1, norm=None, activation=step, path=())
+            others.append(Site(name, None, 0, channel, activation=activation, calls=(call,)))
     return others
 
 
@@ -277,16 +279,6 @@ def _read_activation(node: Node, modules: Modules) -> Any:
     module = None if node.name is None else modules.get(node.name)
     activation = module or node
     return activation if breaks(activation) else None
-
-
-def _make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
-    """Return the site of an activation in one step."""
-    channel = -1
-    if isinstance(activation, SReLU):
-        rank = len(graph.nodes[step].shape)
-        channel = activation.dim % rank - rank
-    call = Call(layer=-1, norm=None, activation=step, path=())
-    return Site(name, None, channel=channel, activation=activation, calls=(call,))
 
 
 def _find_layer_before(graph: Graph, step: int) -> int | None:

@@ -29,7 +29,6 @@ class Snapshot(NamedTuple):
 
     A direction is kept without the sign of its unit's gain (gamma, or r inside), which would only
     turn it around. Only the latest snapshot has directions: the next one turns them in place.
-    Until that one is finished and measured, the latest is `lost`.
     """
 
     directions: dict[str, Tensor]  # unit rows (units, n) of each layer
@@ -95,6 +94,8 @@ class Camera:
     """Takes snapshots of a model's units, each compared with the one before.
 
     With `batch`, norms with running statistics are read by those of the probe, as in training.
+    `last` is what the next one is compared with; from `compare` to `keep` it is lost, so that
+    nothing is compared with a snapshot that was broken off.
     """
 
     def __init__(
@@ -110,8 +111,14 @@ class Camera:
             parts = (site.layer, site.norm, site.activation)
             named = {part for part in parts if isinstance(part, nn.Module)}
             self._read[name] = named & modules
+        self.last = _strip(self._take())
 
-    def check_model(self) -> None:
+    @property
+    def units(self) -> dict[str, list[int]]:
+        """The number of followed units of each layer, and of their inputs."""
+        return {name: list(u.shape) for name, u in self.directions.items()}
+
+    def _check_model(self) -> None:
         """Refuse a model whose modules are not those in which the sites were found."""
         modules = set(self.model.modules())
         gone = [name for name, parts in self._read.items() if not parts <= modules]
@@ -122,9 +129,19 @@ class Camera:
                 "afterwards."
             )
 
+    def compare(self) -> "Interval":
+        """Take a snapshot, and return it with the one before; it is to be kept."""
+        self._check_model()
+        before, self.last = self.last, self.last.lost()
+        return Interval(self.layout, before, self._take())
+
+    def keep(self, now: Snapshot) -> None:
+        """Let the next snapshot be compared with this one, or with the last known patterns."""
+        self.last = _strip(now)._replace(patterns=now.patterns or self.last.patterns)
+
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
-    def take(self) -> Snapshot:
+    def _take(self) -> Snapshot:
         """Run the probe, if there is one, read all units and turn the directions to theirs."""
         readings = None
         moments: Mapping[str, Moments] = {}
@@ -145,15 +162,24 @@ class Camera:
         patterns = None if readings is None else readings.patterns
         return Snapshot(self.directions, all_moves, *places, patterns, readings)
 
-    def state_dict(self, last: Snapshot) -> dict[str, Any]:
-        """Return what the next snapshot is compared with, which is the latest one."""
-        state: dict[str, Any] = {"sign": last.sign, "distances": last.distances}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next snapshot is compared with."""
+        state: dict[str, Any] = {"sign": self.last.sign, "distances": self.last.distances}
         state["directions"] = {name: u.clone() for name, u in self.directions.items()}
-        if last.patterns is not None:
-            state["packed"] = {step: part.packed for step, part in last.patterns.parts.items()}
+        if self.last.patterns is not None:
+            parts = self.last.patterns.parts
+            state["packed"] = {step: part.packed for step, part in parts.items()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], now: Snapshot) -> Snapshot:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Compare the next snapshot with that of a state, or with the model as it is."""
+        self.last = self.last.lost()
+        last = _strip(self._take())
+        if state is not None:
+            last = self._restore(state, last)
+        self.last = last
+
+    def _restore(self, state: Mapping[str, Any], now: Snapshot) -> Snapshot:
         """Go back to the directions of a state, and return its snapshot of the same units."""
         for name, u in self.directions.items():
             u.copy_(state["directions"][name])
@@ -168,13 +194,13 @@ class Camera:
             parts[step] = Pattern(packed[step].to(part.packed.device), part.bits)
         return earlier._replace(patterns=Patterns(parts, now.patterns.layers))
 
-    def check_state(self, state: Mapping[str, Any], now: Snapshot) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that lacks a tensor, or has one of another shape."""
         directions = state.get("directions")
         if not isinstance(directions, Mapping):
             directions = {}
-        expected = [("sign", state.get("sign"), now.sign)]
-        expected.append(("distances", state.get("distances"), now.distances))
+        expected = [("sign", state.get("sign"), self.last.sign)]
+        expected.append(("distances", state.get("distances"), self.last.distances))
         for name, u in self.directions.items():
             expected.append((name, directions.get(name), u))
 
@@ -215,6 +241,11 @@ class Camera:
 
         units.terms["length"], moves = turn_rows(u, rows)
         return moves
+
+
+def _strip(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot without what the next one is not compared with."""
+    return snapshot._replace(directions={}, readings=None)
 
 
 def turn_rows(u: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from geoparam.analysis.quantities import (
     summarise,
 )
 from geoparam.analysis.sites import Inputs, Layers, check_batch, find_sites
-from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
+from geoparam.analysis.snapshot import Camera, Layout
 from geoparam.arguments import check_callable, check_count, check_flag
 from geoparam.model.run import refuse_lazy, refuse_non_model, unwrap
 from geoparam.model.trace import is_tracing
@@ -140,7 +140,6 @@ class BoundaryTracker:
         self._measured_at = 0
         self._pending: list[_Pending] = []
         self._camera: Camera | None = None
-        self._last: Snapshot | None = None
         self._history: History | None = None
         self._handles: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
@@ -148,10 +147,8 @@ class BoundaryTracker:
         # Copies: a loader may fill the same memory with the next batch.
         device = next((p.device for p in self.model.parameters()), None)
         place = partial(Tensor.to, device=device, copy=True)
-        self._probe = tree_map_only(Tensor, place, probe)
-        batch = self._probe
-        if example_inputs is not None:
-            batch = tree_map_only(Tensor, place, example_inputs)
+        self._probe, examples = tree_map_only(Tensor, place, (probe, example_inputs))
+        batch = self._probe if examples is None else examples
         has_group = dist.is_available() and dist.is_initialized()
         self._is_first = not has_group or dist.get_rank() == 0
         is_sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
@@ -159,8 +156,9 @@ class BoundaryTracker:
         if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
         self._writer: ScalarLog | CSVLog | None = None
+        log = log if self._is_first else None
         with removing_new(log):
-            if log is not None and self._is_first:
+            if log is not None:
                 self._writer = open_log(log, logged, resume)
             if batch is not None and self._takes_part:
                 self._begin(batch)
@@ -204,11 +202,11 @@ class BoundaryTracker:
         """
         self._collect(wait=True)
         state: dict[str, Any] = {"step": self._steps}
-        if self._camera is not None and self._last is not None:
-            state["units"] = _count_units(self._camera)
+        if self._camera is not None:
+            state["units"] = self._camera.units
             if self._measured_at != self._steps:
                 state["measured_at"] = self._measured_at
-                state["snapshot"] = self._camera.state_dict(self._last)
+                state["snapshot"] = self._camera.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,9 +231,8 @@ class BoundaryTracker:
         sites = find_sites(self.model, inputs, self._layers, kwargs)
         layout = Layout(sites, self._units)
         camera = Camera(self.model, sites, layout, self._probe, self._batch)
-        last = _strip(camera.take())
         if self._loaded is not None:
-            _check_state(self._loaded, camera, last)
+            _check_state(self._loaded, camera)
         if self._is_first:
             columns = [column for quantity in self.quantities for column in quantity.columns]
             by_unit = [q.name for q in self.quantities if isinstance(q, UnitQuantity)]
@@ -245,22 +242,16 @@ class BoundaryTracker:
             )
             if len(self._history.steps) and self._loaded is None:
                 self._steps = self._measured_at = int(self._history.steps[-1])
-        self._camera, self._last = camera, last
+        self._camera = camera
         if self._loaded is not None:
             self._go_on(self._loaded)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state."""
         camera = self._require_camera()
-        assert self._last is not None
-        _check_state(state, camera, self._last)
+        _check_state(state, camera)
         self._collect(wait=True)
-
-        self._last = self._last.lost()  # in case that this is broken off
-        last = _strip(camera.take())
-        if "snapshot" in state:
-            last = camera.load_state_dict(state["snapshot"], last)
-        self._last = last
+        camera.load_state_dict(state.get("snapshot"))
         self._measured_at = state.get("measured_at", state["step"])
         if self._history is not None:
             self._history.forget_after(state["step"])
@@ -270,18 +261,13 @@ class BoundaryTracker:
     def _record(self) -> None:
         """Take a snapshot, and start copying what it shows to the host."""
         camera = self._require_camera()
-        assert self._last is not None
-        camera.check_model()
-        before, self._last = self._last, self._last.lost()  # in case that this is broken off
-        now = camera.take()
-        values = measure(self.quantities, Interval(camera.layout, before, now))
-        if now.patterns is None:  # the next ones are compared with the last that were known
-            now = now._replace(patterns=before.patterns)
+        interval = camera.compare()
+        values = measure(self.quantities, interval)
         if self._is_first:
             self._pending.append(_start_copy(self._steps, values))
-        self._last = _strip(now)
+        camera.keep(interval.now)
         self._measured_at = self._steps
-        if now.readings is not None and not now.readings.took_same_steps:
+        if interval.readings is not None and not interval.readings.took_same_steps:
             warnings.warn(OTHER_STEPS, stacklevel=3)  # last: it may be an error
 
     def _require_camera(self) -> Camera:
@@ -308,11 +294,6 @@ class BoundaryTracker:
             if self._writer is not None:
                 self._writer.write(record.rows)
             self._pending.pop(0)  # only now: what failed is tried again
-
-
-def _strip(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot without what the next one is not compared with."""
-    return snapshot._replace(directions={}, readings=None)
 
 
 @dataclass
@@ -378,14 +359,9 @@ def _check_model(model: object) -> None:
         )
 
 
-def _count_units(camera: Camera) -> dict[str, list[int]]:
-    """Return the number of followed units of each layer, and of their inputs."""
-    return {name: list(u.shape) for name, u in camera.directions.items()}
-
-
-def _check_state(state: Mapping[str, Any], camera: Camera, last: Snapshot) -> None:
+def _check_state(state: Mapping[str, Any], camera: Camera) -> None:
     """Refuse a state of another model, and a damaged one, before anything is changed."""
-    units = _count_units(camera)
+    units = camera.units
     parts = state.get("units", {}), state.get("snapshot", {})
     if not all(isinstance(part, Mapping) for part in parts):
         raise ValueError("the tracker's state is damaged: its units and snapshot are mappings.")
@@ -396,7 +372,7 @@ def _check_state(state: Mapping[str, Any], camera: Camera, last: Snapshot) -> No
             "the state that was saved with this model."
         )
     if "snapshot" in state:
-        camera.check_state(state["snapshot"], last)
+        camera.check_state(state["snapshot"])
 
 
 def _describe(units: Mapping[str, Sequence[int]]) -> str:

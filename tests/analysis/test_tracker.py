@@ -420,6 +420,20 @@ def test_a_new_quantity_is_one_class() -> None:
     np.testing.assert_allclose(history["largest"][0], rows.abs().amax(dim=1))
 
 
+class TooLong(UnitQuantity):
+    """Has a value more than there are units."""
+
+    name = "too long"
+
+    def measure(self, interval: Interval) -> Tensor:
+        return torch.zeros(len(interval.now.sign) + 1)
+
+
+def test_a_quantity_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"too long: .* each followed unit, 9 .* \(10,\)"):
+        record(network("sp"), example_inputs=ZEROS, quantities=[*QUANTITIES, TooLong()])
+
+
 def on_meta() -> nn.Module:
     return nn.Linear(3, 2, device="meta")
 
