@@ -8,7 +8,7 @@ All values come near 1 if they start in (0, 1], so that matrices are divided by 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,12 @@ def orthogonalise(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
 
 
 def orthogonalise_all(
-    matrices: Sequence[Tensor],
-    coefficients: Coefficients,
-    eps: float,
-    find_factor: Callable[[int, int], float | Tensor],
+    matrices: Sequence[Tensor], coefficients: Coefficients, eps: float
 ) -> list[Tensor]:
     """Return nearly U V^T for matrices of any shapes; those of equal shape share their calls.
 
     Tiny ones with an equal short side do so too: shorter ones are padded with columns of zeros,
-    which stay zero. Results have the matrices' type, times the factor for their shape.
+    which stay zero. Results are new tensors of the matrices' type.
     """
     batches = defaultdict[object, dict[torch.Size, list[int]]](dict)
     for i, matrix in enumerate(matrices):
@@ -62,7 +59,6 @@ def orthogonalise_all(
             x = part[:, :, : max(shape)]
             x = x.mT if shape[0] > shape[1] else x
             x = x.to(matrices[members[0]].dtype, copy=True, memory_format=torch.contiguous_format)
-            x.mul_(find_factor(*shape))
             for i, result in zip(members, x.unbind(), strict=True):
                 results[i] = result
     return results

@@ -5,6 +5,7 @@ of the sphere's metric over the layer: dL/dA = dL/dlatitude / (R sqrt(m)).
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,19 +40,19 @@ class AngularBlock(Block):
         self.new_rows = self.stored.new_zeros(len(self.stored), fan_in)
         self.has_written = False  # whether new_rows are the last step's
         for weight, rows in self._divide(self.new_rows):
-            target = weight.unit.layout.view(weight.target)
-            self._add_written(weight.unit.layout.view(local(weight.param)), target, rows)
+            layout = weight.unit.layout
+            parameter = layout.view(local(weight.param))
+            self._add_written(parameter, layout.view(weight.target), rows)
 
     def _start_angles(self) -> None:
         """Write the first angles, and the mean of their metric, into new states."""
         if all("direction" in weight.state for weight in self.weights):
             return
-        rows = self._join_rows([weight.target for weight in self.weights])
-        latitude = sphere.to_latitude(rows)
+        latitude = sphere.to_latitude(self._join_rows(weight.target for weight in self.weights))
         metrics = torch.ones_like(self.layers.sizes)
         if self.match:
-            means = self.layers.means(sphere.metric(latitude).mean(dim=1))
-            metrics = sphere.nonzero(means)
+            by_row = sphere.metric(latitude).mean(dim=1)
+            metrics = sphere.nonzero(self.layers.means(by_row))
 
         scale = self._find_scale(metrics)
         divided = self._divide((latitude * scale).to(scale.dtype))
@@ -62,36 +63,41 @@ class AngularBlock(Block):
 
     def _find_scale(self, metrics: Tensor) -> Tensor:
         """Return R sqrt(m) of each row."""
-        return (self.lengths * self.layers.per_row(metrics).sqrt())[:, None]
+        scale = self.lengths * self.layers.per_row(metrics).sqrt()
+        return scale[:, None]
 
     def _add_increments(self) -> None:
         self.scratch = self.stored.new_zeros(2, self.stored.numel())
-        self.increment, self.gradient = (memory.view_as(self.stored) for memory in self.scratch)
+        self.increment = self.scratch[0].view_as(self.stored)
+        self.gradient = self.scratch[1].view_as(self.stored)
         self._add_result(self.stored, self.increment)
         for weight, increment, gradient in self._divide(self.increment, self.gradient):
             self._add_variable("direction", weight, increment, gradient)
 
-    def _join_rows(self, tensors: list[Tensor]) -> Tensor:
+    def _join_rows(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the rows of tensors that are laid out as the weights."""
-        pairs = zip(self.weights, tensors, strict=True)
-        return torch.cat([weight.unit.layout.to_rows(x) for weight, x in pairs])
+        rows = []
+        for weight, x in zip(self.weights, tensors, strict=True):
+            rows.append(weight.unit.layout.to_rows(x))
+        return torch.cat(rows)
 
     # ---- before the optimizers step
 
     def _read_directions(self) -> None:
-        self.w = self._join_rows([weight.target for weight in self.weights])
+        self.w = self._join_rows(weight.target for weight in self.weights)
         is_zero = ~self.w.any(dim=1)
         self._read_written_rows(is_zero)
         self.r_before = torch.where(is_zero, 0, self.stored_r)
 
-        self.g = self._join_rows([weight.find_gradient() for weight in self.weights])
+        self.g = self._join_rows(weight.find_gradient() for weight in self.weights)
 
         latitude = self.stored / self.scale
         by_latitude, by_r = self.kernel.backward(self.g, latitude, self.r_before, False, None)
         torch.div(by_latitude, self.scale, out=self.gradient)
+
         # A row that never had a direction grows along the descent.
-        by_r = torch.where(is_zero, 0, by_r)
         is_new = is_zero & (self.stored_r == 0)
+        by_r = by_r.where(~is_zero, 0)
         self.grad_r.copy_(torch.where(is_new, -self.g.norm(dim=1), by_r))
 
     def _read_written_rows(self, is_zero: Tensor) -> None:
@@ -125,16 +131,20 @@ class AngularBlock(Block):
         self._store(self.increment, is_born, self.g * sign[:, None])
         put(self.r, self.is_new, is_born * self.r.abs())
 
-        r = torch.where(self.is_pruned, 0, self.r)
+        r = self.r.where(~self.is_pruned, 0)
         rows = self._compute_rows(self.increment, r)
         self.new_rows.copy_(torch.where(is_still[:, None], self.w, rows))
         self.has_written = True
 
     def _limit(self, most: Any) -> None:
         """Turn units back that would go further: w = cos(most) u + sin(most) e, e across u."""
-        u = sphere.normalise(self.w * self.r_before.sign()[:, None])
-        v = sphere.normalise(self._compute_rows(self.increment, torch.ones_like(self.r)))
-        e = sphere.normalise(v - (u * v).sum(dim=1, keepdim=True) * u)
+        sign = self.r_before.sign()
+        u = sphere.normalise(self.w * sign[:, None])
+        rows = self._compute_rows(self.increment, torch.ones_like(self.r))
+        v = sphere.normalise(rows)
+
+        along = (u * v).sum(dim=1, keepdim=True)
+        e = sphere.normalise(v - along * u)
         turned = math.cos(most) * u + math.sin(most) * e
         self._store(self.increment, sphere.angle_between(u, v) > most, turned)
 
@@ -144,7 +154,8 @@ class AngularBlock(Block):
     def _store(self, stored: Tensor, is_chosen: Tensor, vectors: Tensor) -> None:
         """Store the directions of the chosen vectors."""
         if not _is_none(is_chosen):
-            put(stored, is_chosen[:, None], sphere.to_latitude(vectors) * self.scale)
+            latitude = sphere.to_latitude(vectors)
+            put(stored, is_chosen[:, None], latitude * self.scale)
 
 
 def _is_none(is_chosen: Tensor) -> bool:

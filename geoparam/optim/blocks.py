@@ -114,19 +114,19 @@ class Layers:
     """The layers to which rows belong: sums and means over their rows, in all processes."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        like = weights[0].target
+        first = weights[0]
         counts: list[int] = []
         sizes: list[int] = []
         for weight in weights:
             counts += weight.count_rows()
             sizes += weight.unit.parts
-        self.counts = torch.tensor(counts, device=like.device)
-        self.sizes = torch.tensor(sizes, device=like.device, dtype=like.dtype)
+
+        device, dtype = first.target.device, first.target.dtype
+        self.counts = torch.tensor(counts, device=device)
+        self.sizes = torch.tensor(sizes, device=device, dtype=dtype)
         self.total = sum(counts)
         self.parts = [len(weight.unit.parts) for weight in weights]
-        self.processes = None
-        if weights[0].is_sharded:
-            self.processes = find_process_group(weights[0].param)
+        self.processes = find_process_group(first.param) if first.is_sharded else None
 
     def sums(self, *per_row: Tensor) -> Tensor:
         """Return (layers, columns); NaN and infinity count as 0: they harm no other row."""
@@ -232,19 +232,19 @@ class Block:
 
         # A layer of zeros has far to grow: under Adam a plain row's length steps by sqrt(n) lr,
         # and r by lr.
-        fan_in = [self.stored_r.new_full((w.rows,), w.unit.fan_in) for w in self.weights]
-        self.pace = torch.cat(fan_in).sqrt()
+        self.pace = torch.empty_like(self.r)
+        for weight, pace in self._divide(self.pace):
+            pace.fill_(math.sqrt(weight.unit.fan_in))
 
     def _add_biases(self) -> None:
         """Join the biases; the memory in which their distances are stepped gets the new values."""
-        with_bias = [weight for weight in self.weights if weight.bias is not None]
-        counts = [weight.rows for weight in with_bias]
+        counts = [weight.rows for weight in self.weights if weight.bias is not None]
         self.bias_rows = slice(sum(counts))
         self.lam, self.grad_lam = self.stored_r.new_zeros(2, sum(counts))
-
         self.biases: list[Tensor] = []
+
         parts = self.lam.split(counts), self.grad_lam.split(counts)
-        for weight, lam, grad in zip(with_bias, *parts, strict=True):
+        for weight, lam, grad in zip(self.weights, *parts, strict=False):
             target = find_master(weight.bias, weight.bias_state)
             self.biases.append(target)
             self._add_variable("lam", weight, lam, grad)
@@ -256,13 +256,17 @@ class Block:
         sizes = [rows * fan_in for rows, fan_in in shapes]
         self.rows = rows_for(shapes, self.stored_r)
         self.scratch = self.stored_r.new_zeros(2, sum(sizes))
+        self.d: list[Tensor] = []
+        self.grad_d: list[Tensor] = []
 
         increments, gradients = (memory.split(sizes) for memory in self.scratch)
-        self.d = [d.view(shape) for d, shape in zip(increments, shapes, strict=True)]
-        self.grad_d = [grad.view(shape) for grad, shape in zip(gradients, shapes, strict=True)]
-        for weight, d, grad in zip(self.weights, increments, gradients, strict=True):
-            target = weight.view(weight.target)
-            self._add_written(weight.view(local(weight.param)), target, d)
+        for i, weight in enumerate(self.weights):
+            d, grad = increments[i], gradients[i]
+            self.d.append(d.view(shapes[i]))
+            self.grad_d.append(grad.view(shapes[i]))
+
+            parameter = weight.view(local(weight.param))
+            self._add_written(parameter, weight.view(weight.target), d)
             if weight.unit.fan_in > 1:
                 self._add_variable("direction", weight, weight.lay_out(d), weight.lay_out(grad))
 
@@ -354,15 +358,18 @@ class Block:
 
         r = self.r_before[self.bias_rows]
         steepest = 1 if self.match else STEEPEST
-        self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= steepest * r.abs())
+        has_length = (r != 0) & r.isfinite()
+        self.is_near = has_length & (self.bias.abs() <= steepest * r.abs())
         self.distance = torch.where(self.is_near, self.bias / replace_zeros(r), 0)  # b / r
+
         self.mean = torch.ones_like(r)
         if self.match:
             self.mean = self._spread_mean(self.r_before)[self.bias_rows]
+        by_lam = torch.where(self.is_near, r / self.mean, 1)  # db / dL
 
         self.lam.copy_(torch.where(self.is_near, self.mean * self.distance, self.bias))
         self.lam_before = self.lam.clone()
-        self.grad_lam.copy_(torch.where(self.is_near, r / self.mean, 1) * grad_bias)
+        self.grad_lam.copy_(by_lam * grad_bias)
         self.grad_r[self.bias_rows] += self.distance * grad_bias
 
     # ---- after the optimizers have stepped
@@ -392,11 +399,12 @@ class Block:
         """
         if self.weights[0].unit.fan_in == 1:
             return
-        size = self.r_before.abs()
+        before = self.r_before
+        size = before.abs()
         least = torch.minimum(size, SMALLEST_R * self.lengths)
-        kept = torch.maximum(0.1 * size, least).copysign(self.r_before)
-        has_passed = torch.where(self.r_before > 0, self.r <= 0, self.r >= 0)
-        put(self.r, has_passed & (self.r_before != 0), kept)
+        kept = torch.maximum(0.1 * size, least).copysign(before)
+        has_passed = torch.where(before > 0, self.r <= 0, self.r >= 0)
+        put(self.r, has_passed & (before != 0), kept)
 
     def _compute_directions(self, angle: Angle, max_angle: Angle) -> None:
         """Turn each unit towards its increment: w = r (cos(t) u + sin(t) e).
@@ -416,10 +424,12 @@ class Block:
         put(self.r, self.is_new, self.r.abs() * (across > 0))
 
         b = self.r * turn.sin() / replace_zeros(across)
-        a = (self.r * turn.cos() - b * along) / replace_zeros(self.r_before)
+        a = self.r * turn.cos() - b * along
+        a = a / replace_zeros(self.r_before)
+
         # A pruned row stays zero, and a row whose square is too large for its type stays as it is.
-        is_kept = self.is_pruned | self.r_before.isinf()
-        self.rows.combine(self.w, self.d, a.where(~is_kept, 1), b.where(~is_kept, 0))
+        is_moved = ~(self.is_pruned | self.r_before.isinf())
+        self.rows.combine(self.w, self.d, a.where(is_moved, 1), b.where(is_moved, 0))
 
     def _share_angle(self, angle: float | Tensor, across: Tensor) -> Tensor:
         """Return each unit's turn, in proportion to `across`.
@@ -428,14 +438,17 @@ class Block:
         """
         squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
         rms = (squares / self.layers.sizes).sqrt()
+
         is_still = (rms == 0) | (moving == 0)
-        return across * self.layers.per_row(torch.where(is_still, 0, angle / rms))
+        by_across = torch.where(is_still, 0, angle / rms)
+        return across * self.layers.per_row(by_across)
 
     def _compute_biases(self) -> None:
         """Write the new biases, r L / R', to `lam`, as b and its change: no step, no rounding."""
         r = self.r[self.bias_rows]
         change_of_r = r - self.r_before[self.bias_rows]
         change = self.lam - self.lam_before
+
         change_near = self.distance * change_of_r + r / self.mean * change
         self.lam.copy_(self.bias + torch.where(self.is_near, change_near, change))
 

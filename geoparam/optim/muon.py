@@ -69,19 +69,20 @@ class RowMuon(Optimizer):
             layers += whole.reshape(sum(sizes), -1).split(sizes)
             counts.append(len(sizes))
 
-        def find_factor(out: int, fan_in: int) -> float | Tensor:
-            return -group["lr"] * _adjust_rate(group["adjust_lr_fn"], out, fan_in)
-
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-        by_layer = iter(orthogonalise_all(layers, coefficients, group["eps"], find_factor))
+        changes = orthogonalise_all(layers, coefficients, group["eps"])
+        rates = [group["lr"] * _adjust_rate(group["adjust_lr_fn"], *x.shape) for x in layers]
+        torch._foreach_mul_(changes, rates)
+
         steps = []
         for p, count in zip(params, counts, strict=True):
-            parts = [next(by_layer) for _ in range(count)]
-            steps.append(_shape_like(p, parts[0] if count == 1 else torch.cat(parts)))
+            of_parameter, changes = changes[:count], changes[count:]
+            step = of_parameter[0] if count == 1 else torch.cat(of_parameter)
+            steps.append(_shape_like(p, step))
 
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, steps)
+        torch._foreach_sub_(params, steps)
 
     def _find_updates(self, group: dict[str, Any], params: list[Any]) -> list[Any]:
         """Return the momenta after this step's gradients, or Nesterov's look ahead."""
