@@ -41,6 +41,7 @@ html_show_sphinx = False
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_inherit_docstrings = False  # torch's words about forward are not ours
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 72
 
@@ -72,11 +73,15 @@ def clean_docstring(app: Sphinx, what: str, name: str, value: object, *about: ob
     """Escape bars and trailing underscores, and keep the columns of formulas and tables.
 
     `about` ends with the docstring's lines. A constant has those of its type: they are dropped.
+    In a property's "X: Y" napoleon has taken X for a type: it is a sentence again.
     """
     lines = about[-1]
     assert isinstance(lines, list)
     if what == "data":
         lines.clear()
+    for line in [line for line in lines if what == "property" and line.startswith(":type: ")]:
+        lines.remove(line)
+        lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
 
     cleaned: list[str] = []
     is_literal = False
