@@ -41,6 +41,7 @@ html_show_sphinx = False
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_inherit_docstrings = False  # torch's words about forward are not ours
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 72
 
@@ -68,15 +69,40 @@ def unlink_folders(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = LINK.sub(replace, source[0])
 
 
-def escape_marks(app: Sphinx, *about: object) -> None:
-    """Escape bars and trailing underscores in a docstring; `about` ends with its lines."""
+def clean_docstring(app: Sphinx, what: str, name: str, value: object, *about: object) -> None:
+    """Escape bars and trailing underscores, and keep the columns of formulas and tables.
+
+    `about` ends with the docstring's lines. A constant has those of its type: they are dropped.
+    In a property's "X: Y" napoleon has taken X for a type: it is a sentence again.
+    """
     lines = about[-1]
     assert isinstance(lines, list)
-    for number, line in enumerate(lines):
-        if not line.lstrip().startswith((">>>", "...")):
-            lines[number] = MARK.sub(lambda mark: mark[1] or "\\" + mark[0], line)
+    if what == "data":
+        lines.clear()
+    for line in [line for line in lines if what == "property" and line.startswith(":type: ")]:
+        lines.remove(line)
+        lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
+
+    cleaned: list[str] = []
+    is_literal = False
+    for before, line in zip(["", *lines], lines, strict=False):
+        starts_block = line.startswith("    ") and not before.strip()
+        if starts_block and not is_literal:
+            cleaned += ["::", ""]
+            is_literal = True
+        is_literal = is_literal and (line.startswith("    ") or not line.strip())
+        if not is_literal and not line.lstrip().startswith((">>>", "...")):
+            line = MARK.sub(lambda mark: mark[1] or "\\" + mark[0], line)
+        cleaned.append(line)
+    lines[:] = cleaned
+
+
+def skip_field(app: Sphinx, what: str, name: str, value: object, *about: object) -> bool | None:
+    """Leave out a named tuple's field: the signature has it."""
+    return True if (value.__doc__ or "").startswith("Alias for field number") else None
 
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", unlink_folders)
-    app.connect("autodoc-process-docstring", escape_marks)
+    app.connect("autodoc-process-docstring", clean_docstring)
+    app.connect("autodoc-skip-member", skip_field)
