@@ -3,12 +3,14 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import run_folders
 
+from geoparam_lab import experiments
 from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates, tables
@@ -312,3 +314,16 @@ def test_a_rate_that_the_baseline_does_not_have_is_compared_with_none() -> None:
 def test_one_rate_a_split_is_one_comparison(protocol: str) -> None:
     table = only(tables.from_records(run_folders.uci_records(protocol), "uci"))
     assert [name for name in table.columns if "minus" in name] == ["minus SP (k = 21)"]
+
+
+def test_the_papers_resnets_did_not_see_small_images() -> None:
+    data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
+    explain = experiments.find("imagenet32").mismatch
+    assert "images of 32 by 32 pixels" in explain({"network": "vgg6", "data": data})
+    assert explain({"network": "resnet18", "data": data}).endswith("1,281,167 training images")
+
+
+def test_lowest_means_are_said_to_be_no_test() -> None:
+    run: Any = SimpleNamespace(config={"protocol": "paper"})
+    said = experiments.find("uci").describe_limits(run)
+    assert "by chance" in said and "The test split itself decides" in said
