@@ -151,8 +151,17 @@ def test_any_method_may_be_the_baseline() -> None:
     assert cell(table, "minus GmP", "SP", "Wine").split()[0] == (
         usual.split()[0].removeprefix("-") if usual[0] == "-" else f"-{usual.split()[0]}"
     )
-    with pytest.raises(ValueError, match="baseline is one of .*; got 'ln'"):
-        tables.from_records(records, "uci", baseline="ln")
+
+
+def test_runs_without_the_baseline_keep_their_own(tmp_path: Path) -> None:
+    other = Run.create(tmp_path / "a", "uci", {}, "geoparam run uci", key=("method",))
+    for method in ("sp", "ln"):
+        other.append({"method": method, "dataset": "yacht", "test_rmse": 1.0, "split": 0})
+    runs = [run_folders.uci(tmp_path / "b"), other]
+    said = tables.export(runs, "gmp")
+    assert "minus GmP (k = 21)" in said and "| minus SP |" in said
+    with pytest.raises(ValueError, match="baseline is one of sp, wn, bn, gmp, ln; got 'natural'"):
+        tables.export(runs, "natural")
 
 
 def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
