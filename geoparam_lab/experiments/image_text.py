@@ -71,14 +71,13 @@ def describe_images(config: Config) -> str:
 def explain_mismatch(experiment: str, config: Config) -> str:
     """Say that the images are not the papers'; empty where they are, or the data is not known."""
     data = config.get("data")
-    small = experiment == "imagenet32"
-    wanted = IMAGENET | {"size": 32 if small else 224}
+    wanted = IMAGENET | {"size": 32 if experiment == "imagenet32" else 224}
     if not isinstance(data, Mapping) or all(data.get(name) == n for name, n in wanted.items()):
         return ""
-    return (
-        "The papers trained on ImageNet, with 1,000 classes and 1,281,167 training images"
-        + " of 32 by 32 pixels" * small
-    )
+    images = "1,281,167 training images"
+    if config.get("network", "vgg6") == "vgg6":  # their ResNets saw crops of 224 pixels
+        images += " of 32 by 32 pixels"
+    return f"The papers trained on ImageNet, with 1,000 classes and {images}"
 
 
 def remark(config: Config) -> Iterator[str]:

@@ -249,13 +249,16 @@ def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
 
 def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
-    turns = {method: turns[method] for method in turns if method not in WITHOUT_LINE}
-    names = list_in_words(title(method) for method in turns)
-    return {
-        "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
-            "boundary, its location φ, its direction u and its two sides, active where u points. "
-            f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
-            "moved by δ; dotted lines end at φ. SP, WN, BN and SN turn alike, LN nearly so."),
+    lines = {method: turns[method] for method in turns if method not in WITHOUT_LINE}
+    figure1: Drawings = {}
+    if lines:
+        names = list_in_words(map(title, lines))
+        figure1["figure1"] = (lambda: _draw_panels(lines), "Figure 1. (a) A unit over two inputs: "
+            "its boundary, its location φ, its direction u and its two sides, active where u "
+            f"points. (b)-(e) The papers' unit under {names}, before and after every stored "
+            "parameter is moved by δ; dotted lines end at φ. SP, WN, BN and SN turn alike, LN "
+            "nearly so.")  # fmt: skip
+    return figure1 | {
         "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
             "input: its boundary is a point φ, and its direction a sign."),
         "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),

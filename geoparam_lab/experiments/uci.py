@@ -340,6 +340,13 @@ def _finding(run: Run) -> str:
     )
 
 
+def _limits(run: Run) -> str:
+    said = "UCI: the lowest mean may be lowest by chance; the table marks differences that hold."
+    if run.config["protocol"] == "paper":
+        said += " The test split itself decides when to stop."
+    return said
+
+
 def _explain_mismatch(config: Config) -> str:
     """Say why a run cannot be compared with the papers; empty where it can."""
     if config.get("protocol", "paper") == "paper":
@@ -385,5 +392,6 @@ EXPERIMENT = Experiment(
     remarks=_remark,
     mismatch=_explain_mismatch,
     finding=_finding,
+    limits=_limits,
     epochs=EPOCHS,
 )

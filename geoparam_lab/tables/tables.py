@@ -60,8 +60,12 @@ class Column(NamedTuple):
 def export(runs: Iterable[Run], baseline: str | None = None) -> str:
     """Return the tables of some runs as one text in Markdown, with a heading for each run.
 
-    Differences are those to the experiment's baseline, or to the method given.
+    Differences are those to the method given, in runs that have it, or to the experiment's
+    baseline.
     """
+    runs = list(runs)
+    if baseline is not None:
+        check_names("baseline", list_methods(r for run in runs for r in run.records()), baseline)
     has_table = has_record = False
     parts = []
     for run in runs:
@@ -113,7 +117,7 @@ def from_records(
         records: one for each method and seed or split, and what else the experiment varies.
         name: of the experiment, which decides what is in rows and columns.
         config: of the run, to say where it is not the papers'.
-        baseline: the method that others are compared with; the experiment's if None.
+        baseline: the method that others are compared with, if it is there; else the experiment's.
 
     Example:
         >>> records = [{"method": method, "seed": seed, "test_rmse": rmse + seed / 10}
@@ -124,8 +128,7 @@ def from_records(
     """
     experiment = experiments.find(name)
     named = [record for record in records if isinstance(record.get("method"), str)]
-    if baseline is not None:
-        check_names("baseline", {record["method"]: None for record in named}, baseline)
+    if baseline is not None and baseline in list_methods(named):
         experiment = replace(experiment, baseline=baseline)
     results = [record for record in named if record.get("chosen") is not False]  # no trials
     shown = experiment.choose(results)
@@ -139,6 +142,11 @@ def from_records(
         if measures:
             tables += _make_tables(experiment, layout, measures, selected, config or {})
     return tables
+
+
+def list_methods(records: Iterable[Record]) -> list[str]:
+    """Return the methods of some records, each once."""
+    return list(dict.fromkeys(r["method"] for r in records if isinstance(r.get("method"), str)))
 
 
 def _make_tables(

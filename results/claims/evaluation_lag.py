@@ -11,12 +11,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam.norm import TrackedMean
+from geoparam_lab.tables.formats import Table
 
 MOMENTA = (0.1, 0.2, 0.3, 0.5, 1.0)
 STEPS = (*range(20, 161, 10), 1000)
@@ -65,9 +67,7 @@ def compare(
 ) -> Iterator[tuple[int, str, float]]:
     """Yield the step, the average, and points of accuracy by which it is below training mode."""
     torch.manual_seed(seed)
-    x, y = load()
-    x, test_x = x[:-360], x[-360:]
-    y, test_y = y[:-360], y[-360:]
+    (x, test_x), (y, test_y) = (values.tensor_split([-360]) for values in load())
     model = gp.convert_(build(), norm="imn", weights=weights, init="glorot", example_inputs=x[:8])
     norms = find_norms(model)
     for norm in norms:
@@ -114,17 +114,25 @@ def main() -> None:
         for step, name, points in compare(*setting, steps):
             below[name].append((step, points))
 
-    print("| average | mean | more than 2 below | worst at 20 | 50 | 100 | 1,000 | of all |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, rows in below.items():
-        points = [point for _, point in rows]
-        mean = sum(points) / len(points)
-        far = sum(point > 2 for point in points) / len(points)
-        cells = [name, f"{mean:.2f}", f"{far:.1%}"]
+    rows = []
+    for name, measured in below.items():
+        points = np.array([point for _, point in measured])
+        cells = [name, f"{points.mean():.2f}", f"{(points > 2).mean():.1%}"]
         for step in (20, 50, 100, 1000):
-            worst = max((point for s, point in rows if s == step), default=0.0)
+            worst = max((point for s, point in measured if s == step), default=0.0)
             cells.append(f"{worst:.1f}")
-        print("|", " | ".join([*cells, f"{max(points):.1f}"]), "|")
+        rows.append((*cells, f"{points.max():.1f}"))
+    columns = (
+        "average",
+        "mean",
+        "more than 2 below",
+        "worst at 20",
+        "50",
+        "100",
+        "1,000",
+        "of all",
+    )
+    print(Table("", columns, tuple(rows)).markdown())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Figure 1's experiment against plain numpy geometry and the papers' numbers."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +136,12 @@ def test_a_run_records_every_method_and_delta(finished: Run) -> None:
         assert record["rotation_median"] <= record["rotation_max"]
         if record["method"] == "gmp":  # theorem 3.7: one angle, which moved by delta
             assert record["rotation_max"] <= math.degrees(record["delta"]) + 1e-4
+
+
+def test_methods_without_a_line_have_no_figure_1(tmp_path: Path) -> None:
+    done = run(tmp_path, methods=("in", "gn"), seeds=2)
+    drawn = {path.stem for path in (done.folder / "figures").glob("*.png")}
+    assert drawn == {"figure2a-b", "figure5", "figure6"} and len(done.records()) == 8
 
 
 def test_a_run_draws_its_figures_with_captions(finished: Run) -> None:

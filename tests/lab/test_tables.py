@@ -3,12 +3,14 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import run_folders
 
+from geoparam_lab import experiments
 from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates, tables
@@ -149,8 +151,17 @@ def test_any_method_may_be_the_baseline() -> None:
     assert cell(table, "minus GmP", "SP", "Wine").split()[0] == (
         usual.split()[0].removeprefix("-") if usual[0] == "-" else f"-{usual.split()[0]}"
     )
-    with pytest.raises(ValueError, match="baseline is one of .*; got 'ln'"):
-        tables.from_records(records, "uci", baseline="ln")
+
+
+def test_runs_without_the_baseline_keep_their_own(tmp_path: Path) -> None:
+    other = Run.create(tmp_path / "a", "uci", {}, "geoparam run uci", key=("method",))
+    for method in ("sp", "ln"):
+        other.append({"method": method, "dataset": "yacht", "test_rmse": 1.0, "split": 0})
+    runs = [run_folders.uci(tmp_path / "b"), other]
+    said = tables.export(runs, "gmp")
+    assert "minus GmP (k = 21)" in said and "| minus SP |" in said
+    with pytest.raises(ValueError, match="baseline is one of sp, wn, bn, gmp, ln; got 'natural'"):
+        tables.export(runs, "natural")
 
 
 def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
@@ -312,3 +323,16 @@ def test_a_rate_that_the_baseline_does_not_have_is_compared_with_none() -> None:
 def test_one_rate_a_split_is_one_comparison(protocol: str) -> None:
     table = only(tables.from_records(run_folders.uci_records(protocol), "uci"))
     assert [name for name in table.columns if "minus" in name] == ["minus SP (k = 21)"]
+
+
+def test_the_papers_resnets_did_not_see_small_images() -> None:
+    data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
+    explain = experiments.find("imagenet32").mismatch
+    assert "images of 32 by 32 pixels" in explain({"network": "vgg6", "data": data})
+    assert explain({"network": "resnet18", "data": data}).endswith("1,281,167 training images")
+
+
+def test_lowest_means_are_said_to_be_no_test() -> None:
+    run: Any = SimpleNamespace(config={"protocol": "paper"})
+    said = experiments.find("uci").describe_limits(run)
+    assert "by chance" in said and "The test split itself decides" in said
