@@ -1,11 +1,12 @@
 """Print settings of every method in a sweep over text, as values of --method.
 
-best.py FOLDER best     the setting with the lowest validation loss
-best.py FOLDER near     four more tries around it: the next peak (beyond an edge of the grid, or
-                        between two), the next lower momentum, and two other rates of the rest
-                        (two other decays for AdamW); chosen from the first eight tries alone,
-                        so that a resumed sweep makes the same ones, and an error before those
-                        are done
+    best.py FOLDER best|near [METHOD]
+
+best   the setting with the lowest validation loss
+near   four more tries around it: the next peak (beyond an edge of the grid, or between two), the
+       next lower momentum, and two other rates of the rest (two other decays for AdamW); chosen
+       from the first eight tries alone, so that a resumed sweep makes the same ones, and an error
+       before those are done
 """
 
 import json
@@ -68,8 +69,10 @@ def list_near(runs: list[tuple[float, Setting]]) -> list[Setting]:
 
 
 def main() -> None:
-    folder, which = Path(sys.argv[1]), sys.argv[2]
-    by_method = read_losses(folder)
+    folder, which, *methods = sys.argv[1:]
+    by_method = read_losses(Path(folder))
+    if methods:
+        by_method = {method: by_method[method] for method in methods if method in by_method}
     behind = [method for method, runs in by_method.items() if len(runs) < GRID]
     if which == "near" and behind:
         sys.exit(f"{', '.join(behind)} in {folder} have fewer than {GRID} tries: end the grid.")

@@ -4,10 +4,10 @@
 #   sweeps.sh DATA OUT PART...
 #   transfer      one turn at all widths, depths, lengths and batch sizes
 #   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
-#   grid-WIDTH-METHOD   the tries of one of them
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
 #   rivals-WIDTH  the same eight tries each in 500 steps
+#   ...-METHOD    any of these four for one method alone
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
@@ -49,8 +49,8 @@ list_grid() { # METHOD: set `grid` to the tries of a method, or without one to a
   [ ${#grid[@]} -gt 0 ] || { echo "no method $1" >&2; exit 2; }
 }
 
-choose() { # NAME WHICH: set `chosen` to each method's best setting, or to four near it
-  mapfile -t chosen < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$2")
+choose() { # NAME WHICH: set `chosen` to the best setting of $method or of each, or to four near it
+  mapfile -t chosen < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$2" ${method:+"$method"})
   [ ${#chosen[@]} -gt 0 ] || { echo "$out/$1 has nothing to choose from" >&2; exit 1; }
   chosen=("${chosen[@]/#/--method=}")
 }

@@ -208,7 +208,7 @@ def test_a_sweep_has_a_record_and_a_row_for_each_method(whole: Run) -> None:
     assert [record["method"] for record in records] == list(METHODS)
     for record in records:
         assert record["outcome"] == "finished" and 0 <= record["top1"] <= 100
-        assert record["saved_mb"] > 0 and record["cpu_ms"] > 0
+        assert record["saved_mb"] > 0 and record["cpu_ms"] > 0 and record["steps_per_second"] > 0
     best, details, all_rates = tables.make_tables(whole)
     assert len(best.rows) == len(details.rows) == len(all_rates.rows) == len(METHODS)
     assert "edge" not in details.columns and "MobileNetV2 on 8 images" in "".join(best.notes)

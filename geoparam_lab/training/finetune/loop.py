@@ -46,11 +46,10 @@ class FinetuneTraining(StepTraining):
         self.images = images
         model = prepare_network(settings, images, weights, accelerator.device)
         self.parameters = sum(p.numel() for p in model.parameters())
-        if accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(accelerator.device)
         optimizer = pretrained.make_optimizer(settings, model)
         super().__init__(settings, accelerator, model, optimizer, images.classes, tick)
         self.costs: dict[str, float] = {}  # time and memory
+        self.measured_from = math.nan  # when the second step began
         self.saved = SavedMemory(self.model)
         self.top1 = {"select_top1": math.nan, "top1": math.nan}
 
@@ -67,6 +66,8 @@ class FinetuneTraining(StepTraining):
         return find_factor(self.step, settings.steps, settings.schedule, warmup=settings.warmup)
 
     def train_on(self, *batch: Tensor) -> None:
+        if self.step == 1:
+            self._start_measuring()
         x, y = batch
         with contextlib.nullcontext() if self.step else self.saved:
             loss = F.cross_entropy(self.wrapped_model(x), y)
@@ -75,14 +76,22 @@ class FinetuneTraining(StepTraining):
         self.optimizer.zero_grad()
         self.losses[self.step] = loss.detach()
 
+    def _start_measuring(self) -> None:
+        """Forget the first step, in which cudnn tries its algorithms: for speed and memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.measured_from = time.perf_counter()
+
     def train_part(self) -> None:
         start = time.process_time()
         super().train_part()
+        measured = time.perf_counter() - self.measured_from
         cpu_seconds = time.process_time() - start
         self.costs = {
             "seconds": self.seconds,
             "cpu_seconds": cpu_seconds,
-            "steps_per_second": self.step / self.seconds,
+            "steps_per_second": (self.step - 1) / measured,
             "saved_mb": self.saved.bytes / MEGABYTE,
         }
         if self.device.type == "cpu":
