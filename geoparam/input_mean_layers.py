@@ -122,7 +122,7 @@ _KINDS: tuple[Any, ...] = (InputMeanLinear, InputMeanConv1d, InputMeanConv2d, In
 
 
 def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = True) -> Any:
-    """Return a layer with the Parameters, options and hooks of `layer`, and with a bias.
+    """Return a layer with the Parameters and options and hooks of `layer`, and with a bias.
 
     If `centred`, it subtracts the mean of its input; else it is of the same kind as `layer`.
 
@@ -132,11 +132,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
         >>> type(layer).__name__, layer.weight is conv.weight
         ('InputMeanConv2d', True)
     """
-    kind = next((kind for kind in _KINDS if isinstance(layer, kind._plain)), None)
-    if kind is None:
-        raise ValueError(
-            f"input means are for nn.Linear and nn.Conv1d/2d/3d; got {type(layer).__name__}."
-        )
+    kind = next(kind for kind in _KINDS if isinstance(layer, kind._plain))
     new = copy_as(kind if centred else type(layer), layer)
     if new.bias is None:
         new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))

@@ -254,7 +254,7 @@ def _restore_norm(removed: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor
     had_layers_type = norm.running_mean.dtype == removed.layer_type
     norm.to(bias.device, bias.dtype if had_layers_type else None)
     learns = removed.offset_learns()
-    if removed.offset_learned not in (None, learns):  # frozen or thawed since
+    if removed.offset_learned != learns:  # frozen or thawed since
         norm.requires_grad_(learns)
     for name, child in removed.named_children():
         norm.add_module(name, child)

@@ -552,7 +552,7 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     kind = type(norm)
     if kind is nn.SyncBatchNorm or is_frozen_batch_norm(norm):
         return True
-    if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
+    if kind.__module__.startswith("timm.") and "BatchNormAct" in kind.__name__:
         return True
     return not overrides(norm, BatchNorm)
 

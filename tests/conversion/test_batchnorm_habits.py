@@ -159,6 +159,17 @@ def test_synchronised_norms_fold_and_imn_says_what_to_do(choice: str) -> None:
     assert gp.verify(original, restored, x) < 1e-5
 
 
+def test_timms_synchronised_norms_fold_with_their_activations() -> None:
+    original = show_batches(timm.create_model("mobilenetv3_small_050"), (2, 3, 32, 32))
+    original, x = timm.layers.convert_sync_batchnorm(original).eval(), torch.randn(2, 3, 32, 32)
+    model = remove_batchnorm(copy.deepcopy(original), "fold plain", x)
+    assert not batch_norms(model)
+    assert gp.verify(original, model, x) < 1e-5
+    restored = gp.fold_(model, restore_norm=True)
+    assert type(restored.bn1) is timm.layers.SyncBatchNormAct
+    assert gp.verify(original, restored, x) < 1e-5
+
+
 def read_floats(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     return {key: value.clone() for key, value in state.items() if value.is_floating_point()}
