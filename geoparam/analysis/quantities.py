@@ -324,7 +324,9 @@ def summarise(
         columns |= _summarise_units(sizes, counts)
 
     names = [column for quantity in quantities for column in quantity.columns]
-    summary = np.stack([columns[name] for name in names], axis=1)
+    summary = np.empty((len(counts) + 1, len(names)))
+    for index, name in enumerate(names):
+        summary[:, index] = columns[name]
     return summary, [*by_unit.values()]
 
 

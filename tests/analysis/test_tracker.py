@@ -420,6 +420,12 @@ def test_a_new_quantity_is_one_class() -> None:
     np.testing.assert_allclose(history["largest"][0], rows.abs().amax(dim=1))
 
 
+def test_a_quantity_without_a_summary_may_be_alone() -> None:
+    options: dict = {"probe": ZEROS, "quantities": ["active"], "keep": "full"}
+    history = record(network("sp"), **options)["0"]
+    assert list(history) == ["step", "active"] and history["active"].shape == (1, 8)
+
+
 class TooLong(UnitQuantity):
     """Has a value more than there are units."""
 
