@@ -190,12 +190,15 @@ def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     assert tracker.history["0"]["undefined"][-1] == 0  # though they cannot have turned
 
 
-def test_units_that_have_diverged_are_not_dead() -> None:
+def test_units_that_have_diverged_are_neither_dead_nor_in_the_median() -> None:
     model = network("bn")
-    tracker = BoundaryTracker(model, probe=torch.randn(8, 3, dtype=TYPE), keep="full")
+    tracker = BoundaryTracker(model, probe=torch.randn(64, 3, dtype=TYPE), keep="full")
     model[0].weight.data[2] = torch.nan
     tracker.step()
-    assert np.isnan(tracker.history["0"]["active"]).sum() == 1
+    active = tracker.history["0"]["active"][0]
+    assert np.isnan(active).nonzero()[0].tolist() == [2]
+    separated = np.nanmedian(np.minimum(active, 1 - active))
+    np.testing.assert_array_equal(tracker.history["0"]["separated_median"], separated)
 
 
 FLIPS = {
