@@ -186,10 +186,11 @@ class Activity(LayerQuantity):
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
-    ordered = values.sort().values
-    count = len(ordered)
-    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    """Return the middle value, of an even number the mean of two; NaN counts as missing."""
+    ordered = values.sort().values  # NaN comes last
+    known = (~values.isnan()).sum()
+    middle = torch.stack([(known - 1).clamp(min=0) // 2, known // 2])
+    return ordered[middle].mean()
 
 
 class Regions(LayerQuantity):
@@ -324,7 +325,9 @@ def summarise(
         columns |= _summarise_units(sizes, counts)
 
     names = [column for quantity in quantities for column in quantity.columns]
-    summary = np.stack([columns[name] for name in names], axis=1)
+    summary = np.empty((len(counts) + 1, len(names)))
+    for index, name in enumerate(names):
+        summary[:, index] = columns[name]
     return summary, [*by_unit.values()]
 
 

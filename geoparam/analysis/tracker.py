@@ -8,9 +8,8 @@ small asynchronous copy to the host, which only reading the history waits for.
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -139,6 +138,7 @@ class BoundaryTracker:
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
+        self._unsent: list[np.ndarray] = []  # rows that the log has not taken yet
         self._camera: Camera | None = None
         self._history: History | None = None
         self._handles: list[RemovableHandle] = []
@@ -174,6 +174,7 @@ class BoundaryTracker:
         if self._takes_part and self.schedule(self._steps):
             self._record()
         self._collect(wait=False)
+        self._send()
 
     @property
     def history(self) -> History:
@@ -194,6 +195,7 @@ class BoundaryTracker:
         for handle in self._handles:
             handle.remove()
         self._collect(wait=True)
+        self._send()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on: the step, and between records the snapshot.
@@ -201,6 +203,7 @@ class BoundaryTracker:
         Everything recorded is in the file when this returns.
         """
         self._collect(wait=True)
+        self._send()
         state: dict[str, Any] = {"step": self._steps}
         if self._camera is not None:
             state["units"] = self._camera.units
@@ -251,6 +254,7 @@ class BoundaryTracker:
         camera = self._require_camera()
         _check_state(state, camera)
         self._collect(wait=True)
+        self._send()
         camera.load_state_dict(state.get("snapshot"))
         self._measured_at = state.get("measured_at", state["step"])
         if self._history is not None:
@@ -287,23 +291,25 @@ class BoundaryTracker:
                     return
                 record.arrived.synchronize()
             assert self._history is not None
-            if record.rows is None:
-                counts = self._require_camera().layout.counts
-                summary, units = summarise(self.quantities, record.values.numpy(), counts)
-                record.rows = self._history.append(record.step, summary, units)
+            counts = self._require_camera().layout.counts
+            summary, units = summarise(self.quantities, record.values.numpy(), counts)
+            self._unsent.append(self._history.append(record.step, summary, units))
+            self._pending.pop(0)  # only now: after a failed write it is tried again
+
+    def _send(self) -> None:
+        """Send records of the history to the log; one that it does not take is tried again."""
+        while self._unsent:
             if self._writer is not None:
-                self._writer.write(record.rows)
-            self._pending.pop(0)  # only now: what failed is tried again
+                self._writer.write(self._unsent[0])
+            self._unsent.pop(0)
 
 
-@dataclass
-class _Pending:
-    """A record on its way to the host, and from there to the history and the log."""
+class _Pending(NamedTuple):
+    """A record on its way to the host."""
 
     step: int
     values: Tensor  # what `measure` has returned
     arrived: torch.cuda.Event | None  # None: it is there
-    rows: np.ndarray | None = None  # in the history
 
 
 def _start_copy(step: int, values: Tensor) -> _Pending:

@@ -190,12 +190,15 @@ def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     assert tracker.history["0"]["undefined"][-1] == 0  # though they cannot have turned
 
 
-def test_units_that_have_diverged_are_not_dead() -> None:
+def test_units_that_have_diverged_are_neither_dead_nor_in_the_median() -> None:
     model = network("bn")
-    tracker = BoundaryTracker(model, probe=torch.randn(8, 3, dtype=TYPE), keep="full")
+    tracker = BoundaryTracker(model, probe=torch.randn(64, 3, dtype=TYPE), keep="full")
     model[0].weight.data[2] = torch.nan
     tracker.step()
-    assert np.isnan(tracker.history["0"]["active"]).sum() == 1
+    active = tracker.history["0"]["active"][0]
+    assert np.isnan(active).nonzero()[0].tolist() == [2]
+    separated = np.nanmedian(np.minimum(active, 1 - active))
+    np.testing.assert_array_equal(tracker.history["0"]["separated_median"], separated)
 
 
 FLIPS = {
@@ -418,6 +421,12 @@ def test_a_new_quantity_is_one_class() -> None:
     assert list(history) == [*columns, "largest_max", "rotation", "largest"]
     rows = nn.functional.normalize(model[0].weight.detach())
     np.testing.assert_allclose(history["largest"][0], rows.abs().amax(dim=1))
+
+
+def test_a_quantity_without_a_summary_may_be_alone() -> None:
+    options: dict = {"probe": ZEROS, "quantities": ["active"], "keep": "full"}
+    history = record(network("sp"), **options)["0"]
+    assert list(history) == ["step", "active"] and history["active"].shape == (1, 8)
 
 
 class TooLong(UnitQuantity):
