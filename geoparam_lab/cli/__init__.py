@@ -4,6 +4,7 @@ Commands import torch, and what needs it, when they are called: help and version
 is imported when the application is made, so that a missing extra is named, not a traceback.
 """
 
+import io
 import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +29,8 @@ def main() -> None:
     2: what was asked for cannot be done as it was asked, as for options that do not exist. 1: it
     failed on the way. 130: Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where a terminal lacks ±
     try:
         app()(prog_name="geoparam")
     except KeyboardInterrupt:

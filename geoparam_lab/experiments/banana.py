@@ -162,7 +162,7 @@ def draw(run: Run, data: Banana) -> Drawings:
             f"from its median seed, on {points}. Frames are an epoch apart at first and farther "
             "later."),
         "figure3i": (lambda: figures.draw_rotations(run), "Figure 3i. Largest turn of any unit in "
-            f"one update, all methods at the rate {toys.find_common_lr(config['lrs']):g}, on "
+            f"one update, all methods at the rate {toys.find_common_lr(run):g}, on "
             f"{points}. Thin lines: the largest of any seed in each update; bold lines: the "
             "running median over seeds and updates."),
         "figure3j-m": (lambda: figures.draw_decisions(run, data, make_grid(data)), "Figure 3j-m. "

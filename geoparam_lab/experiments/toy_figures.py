@@ -125,7 +125,7 @@ def draw_path(ax: Axes, locations: Array, points: Array) -> None:
 
 def draw_rotations(run: Run) -> Figure:
     """Draw figure 3i: the largest turn of a unit in each update, all methods at one rate."""
-    turns = load_motions(run, "rotation", find_common_lr(run.config["lrs"]))
+    turns = load_motions(run, "rotation", find_common_lr(run))
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
     plots.legend_beside(axes[0, 0])

@@ -310,16 +310,16 @@ def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
     return min(lrs, key=lambda lr: abs(np.log(lr / methods_table.get(method).lr)))
 
 
-def find_common_lr(lrs: Sequence[float]) -> float:
+def find_common_lr(run: Run) -> float:
     """Return the one rate at which methods are compared: that of the papers' figures 2c and 3i."""
-    return find_papers_lr("gmp", lrs)
+    return find_papers_lr("gmp", run.config["lrs"])
 
 
 def find_compared(run: Run, method: str) -> list[Record]:
     """Return a method's records at the common rate, or at the rates that were chosen for it."""
     if run.config.get("folds"):
         return select_records(run.records(), method=method, chosen=True)
-    return select_records(run.records(), method=method, lr=find_common_lr(run.config["lrs"]))
+    return select_records(run.records(), method=method, lr=find_common_lr(run))
 
 
 def compare_gmp_with_sp(run: Run, text: str, measure: str, motion: str) -> str:
@@ -328,9 +328,7 @@ def compare_gmp_with_sp(run: Run, text: str, measure: str, motion: str) -> str:
     {gmp} and {sp} are means with their standard errors, {gmp_most} and {sp_most} the largest
     motions, {rates} says at which rates.
     """
-    numbers: dict[str, Any] = {
-        "rates": f"all methods at rate {find_common_lr(run.config['lrs']):g}"
-    }
+    numbers: dict[str, Any] = {"rates": f"all methods at rate {find_common_lr(run):g}"}
     if run.config.get("folds"):
         numbers["rates"] = "rates chosen by cross-validation"
     for method in ("gmp", "sp"):
@@ -400,7 +398,7 @@ def film_seeds(run: Run, frames: Mapping[str, str], motion: str, per_epoch: int 
     time axis; `motion`, the largest of any update since the frame before; the `steps` of its
     frames, the rate, the methods' titles and the seeds.
     """
-    names, lr = run.config["methods"], find_common_lr(run.config["lrs"])
+    names, lr = run.config["methods"], find_common_lr(run)
     seeds = choose_seeds(load_motions(run, motion, lr)[names[0]])
     films = [run.curves(Network(name, lr, seed).name) for seed in seeds for name in names]
     arrays = snapshots.align(films, [*frames.values()])

@@ -318,6 +318,15 @@ def test_table_prints_or_writes(finished: Path, tmp_path: Path, geoparam: Geopar
     assert "does not exist" in told.err and told.status == 2
 
 
+def test_a_terminal_without_the_signs_of_a_table_shows_the_rest(
+    finished: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert geoparam("table", finished).status == 0
+    assert b"| SP " in printed.getvalue() and b"?" in printed.getvalue()
+
+
 def test_report_writes_one_page_of_a_folder_of_runs(
     finished: Path, tmp_path: Path, geoparam: Geoparam
 ) -> None:
