@@ -35,7 +35,8 @@ run() { # NAME OPTIONS...
 
 tries=( # eight of each method; best.py counts on that number
   turn:turn=1.2,1.7,2.4,3.4:momentum=0.95,0.9
-  muon:lr=0.005,0.01,0.02,0.04:decay=0.1,0.3
+  muon:lr=0.0025,0.005,0.01,0.02:decay=0.1:momentum=0.95
+  muon:lr=0.0025,0.005,0.01,0.02:decay=0.3:momentum=0.9 # 0.004: best of 1,500 steps at width 512
   angularmuown:lr=0.01,0.02,0.04,0.08:momentum=0.95,0.9
   muonh:lr=0.009,0.018,0.036,0.072:momentum=0.95,0.9
   adamw:lr=1e-3,2e-3,4e-3,8e-3:decay=0.1,0.5
