@@ -99,9 +99,10 @@ class Camera:
     """
 
     def __init__(
-        self, model: nn.Module, sites: Sites, layout: Layout, probe: Inputs | None, batch: bool
+        self, model: nn.Module, sites: Sites, units: int | None, probe: Inputs | None, batch: bool
     ) -> None:
-        self.model, self.sites, self.layout, self.probe = model, sites, layout, probe
+        self.model, self.sites, self.probe = model, sites, probe
+        self.layout = Layout(sites, units)
         self.directions: dict[str, Tensor] = {}  # of the latest snapshot
         self._batch = batch
         self._shapes: dict[str, torch.Size] = {}  # of each layer's rows

@@ -30,7 +30,7 @@ from geoparam.analysis.quantities import (
     summarise,
 )
 from geoparam.analysis.sites import Inputs, Layers, check_batch, find_sites
-from geoparam.analysis.snapshot import Camera, Layout
+from geoparam.analysis.snapshot import Camera
 from geoparam.arguments import check_callable, check_count, check_flag
 from geoparam.model.run import refuse_lazy, refuse_non_model, unwrap
 from geoparam.model.trace import is_tracing
@@ -232,14 +232,13 @@ class BoundaryTracker:
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
         """Find what follows each layer, and take the first snapshot, to compare with."""
         sites = find_sites(self.model, inputs, self._layers, kwargs)
-        layout = Layout(sites, self._units)
-        camera = Camera(self.model, sites, layout, self._probe, self._batch)
+        camera = Camera(self.model, sites, self._units, self._probe, self._batch)
         if self._loaded is not None:
             _check_state(self._loaded, camera)
         if self._is_first:
             columns = [column for quantity in self.quantities for column in quantity.columns]
             by_unit = [q.name for q in self.quantities if isinstance(q, UnitQuantity)]
-            counts = layout.counts if self._is_full else None
+            counts = camera.layout.counts if self._is_full else None
             self._history = History(
                 list(sites.layers), columns, by_unit, counts, self._file, self._resume
             )
