@@ -60,14 +60,13 @@ class Weight:
         self.is_direct = self._find_whether_direct()
 
     def _find_whether_direct(self) -> bool:
-        if self.unit.layout.axes not in ("oi", "eoi"):
+        axes, shape, strides = self.unit.layout.axes, self.target.shape, self.target.stride()
+        if axes not in ("oi", "eoi"):
             return False
-        strides, shape = self.target.stride(), self.target.shape
-        if torch.empty_like(self.target).stride() != strides:
-            return False  # there are gaps
-        if local(self.param).stride() != strides:
-            return False  # laid out anew since it got its master
-        row_axes = range(len(self.unit.layout.axes) - 1)  # experts may have inputs before outputs
+        without_gaps = torch.empty_like(self.target).stride()
+        if not without_gaps == strides == local(self.param).stride():  # a master's may be older
+            return False
+        row_axes = range(len(axes) - 1)  # experts may have inputs before outputs
         return all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
 
     def view(self, x: Tensor) -> Tensor:

@@ -49,6 +49,10 @@ class RowMuon(Optimizer):
             if rows not in (len(p), len(p) * p.shape[1]):  # a stack of experts has the product
                 raise ValueError(f"parts of {tuple(p.shape)} must add up to its rows; got {rows}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles need: torch's own leaves out attributes of a subclass."""
+        return {**super().__getstate__(), "parts": self.parts}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""

@@ -1,8 +1,10 @@
 """Rows in plain torch and in Triton compute one thing; Muon on rows is torch's Muon."""
 
+import copy
 import importlib
 import math
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -141,6 +143,20 @@ def test_muon_steps_the_parts_of_a_parameter_as_layers_of_their_own() -> None:
     RowMuon([packed], lr=0.02, parts={packed: (4, 5)}).step()
     RowMuon(parts, lr=0.02).step()
     torch.testing.assert_close(packed, torch.cat([*parts]), rtol=0.05, atol=5e-4)
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_a_copy_of_muon_steps_as_the_original(way: str) -> None:
+    p = nn.Parameter(torch.randn(9, 6))
+    optimizer = RowMuon([p], lr=0.02, parts={p: (4, 5)})
+    p.grad = torch.randn(9, 6)
+    optimizer.step()
+    pair = p, optimizer
+    q, other = copy.deepcopy(pair) if way == "copy" else pickle.loads(pickle.dumps(pair))
+    p.grad, q.grad = torch.ones(2, 9, 6)
+    optimizer.step()
+    other.step()
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("p", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.complex64)])
