@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geoparam.analysis.max_pool import MaxPool
+from geoparam.arguments import warn_user
 from geoparam.base_layer import GmPLayer
 from geoparam.model.activations import Activation, SReLU, breaks
 from geoparam.model.graph import Call, Graph, Node, Step
@@ -22,8 +23,10 @@ from geoparam.model.unit_layers import (
     INSIDE_ATTENTION,
     UnitLayer,
     count_positions,
+    find_own_layers,
     find_unit_layers,
 )
+from geoparam.storage import list_few
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = Iterable[str] | Filter | None
@@ -111,7 +114,13 @@ def find_sites(
             site = _use_own_activation(site, module.activation)
         sites[site.name] = site
 
-    chosen = _choose(sites, layers)
+    own = find_own_layers(model)
+    if own and layers is None and sites:
+        warn_user(
+            f"{list_few(own)}: a subclass that computes something of its own, so its units are "
+            "left out."
+        )
+    chosen = _choose(sites, layers, own)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)
 
@@ -128,8 +137,8 @@ def check_batch(inputs: Inputs | None) -> None:
         )
 
 
-def _choose(sites: Mapping[str, Site], layers: Layers) -> dict[str, Site]:
-    """Return the sites of the layers that a user chose."""
+def _choose(sites: Mapping[str, Site], layers: Layers, own: Sequence[str]) -> dict[str, Site]:
+    """Return the sites of the layers that a user chose; `own` names those that have none."""
     names = list(sites)
     if callable(layers):
         modules = {name: site.layer for name, site in sites.items() if site.layer is not None}
@@ -140,12 +149,14 @@ def _choose(sites: Mapping[str, Site], layers: Layers) -> dict[str, Site]:
         raise ValueError(f"layers are names, or a function of module and name; got {layers!r}.")
 
     missing = [name for name in names if name not in sites]
+    left_out = f" Left out, with a forward pass of their own: {list_few(own)}." if own else ""
     if missing:
-        raise ValueError(f"no layers {missing}; the model has: {', '.join(sites)}.")
+        raise ValueError(f"no layers {missing}; the model has: {', '.join(sites)}.{left_out}")
     if not names:
         raise ValueError(
             "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
             "Give `layers` names, or a function of module and name that is true for some."
+            f"{left_out}"
         )
     return {name: sites[name] for name in names}
 

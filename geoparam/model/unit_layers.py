@@ -248,6 +248,16 @@ def find_unit_layers(model: nn.Module) -> dict[str, UnitLayer]:
     return layers
 
 
+def find_own_layers(model: nn.Module) -> list[str]:
+    """Return the subclasses of affine layers that compute something of their own, by name."""
+    names = []
+    for name, module in model.named_modules():
+        is_subclass = isinstance(module, PLAIN_LAYERS) and not isinstance(module, INSIDE_ATTENTION)
+        if is_subclass and not hasattr(module, "read_units") and find_affine(module) is None:
+            names.append(f"{strip_wrappers(name)!r} ({type(module).__name__})")
+    return names
+
+
 def count_units(layer: Any) -> int:
     """Return how many units an affine layer has; 0 for any other module."""
     if hasattr(layer, "read_units"):

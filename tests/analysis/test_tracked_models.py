@@ -24,6 +24,24 @@ def test_layers_that_were_replaced_are_an_error_that_names_them() -> None:
         tracker.step()
 
 
+class Cast(nn.Linear):
+    """A linear layer with a forward pass of its own, as modded-nanogpt's CastedLinear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def test_layers_with_a_forward_pass_of_their_own_are_left_out_and_named() -> None:
+    model = nn.Sequential(linear(3, 8), nn.ReLU(), Cast(8, 8, dtype=TYPE))
+    with pytest.warns(UserWarning, match="'2' .Cast.: a subclass that computes something of its"):
+        BoundaryTracker(model, example_inputs=ZEROS)
+    BoundaryTracker(model, example_inputs=ZEROS, layers=["0"])  # the user's choice: no warning
+    with pytest.raises(ValueError, match="no layers .'2'.; .* of their own: '2' .Cast."):
+        BoundaryTracker(model, example_inputs=ZEROS, layers=["2"])
+    with pytest.raises(ValueError, match="no layer to look at: .* of their own: '0' .Cast."):
+        BoundaryTracker(nn.Sequential(Cast(3, 8, dtype=TYPE)), example_inputs=ZEROS)
+
+
 def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
     named = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
     for model, name in ((linear(3, 8), ""), (named, "step")):
