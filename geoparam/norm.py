@@ -23,6 +23,7 @@ TRACKING = (  # the attributes that `TrackedMean` adds to a module
     "num_features",
     "momentum",
     "dim",
+    "corrected",
     "synchronised",
     "process_group",
     "frozen",
@@ -64,6 +65,7 @@ class TrackedMean(nn.Module):
         self.num_features = num_features
         self.momentum = momentum
         self.dim = dim
+        self.corrected = True
         self.synchronised = False
         self.process_group: dist.ProcessGroup | None = None
         mean = torch.zeros(num_features, device=device, dtype=dtype)
@@ -134,6 +136,9 @@ class TrackedMean(nn.Module):
         running, count = self.running_mean, self.num_batches_tracked
         count.add_(batches)
         mean = mean.to(running.dtype)
+        if self.momentum is not None and not self.corrected:
+            running.lerp_(mean, self.momentum)
+            return
 
         # running += (mean - running) / min(count, 1 / momentum)
         if running.dtype == torch.float64:
@@ -167,9 +172,13 @@ class InputMeanNorm(TrackedMean):
 
     Args:
         num_features: number of channels.
-        momentum: share of the new batch in the running mean, which is the plain average until it
-            has seen 1 / momentum batches; None for the plain average of all batches so far.
+        momentum: share of the new batch in the running mean; None for the plain average of all
+            batches so far.
         dim: the channels' dimension.
+
+    Attributes:
+        corrected: let the running mean be the plain average until it has seen 1 / momentum
+            batches. Set it to False for BatchNorm's rule, which starts from 0.
 
     Reference:
         Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
@@ -204,6 +213,8 @@ class InputMeanNorm(TrackedMean):
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
+        if not self.corrected:
+            text += ", corrected=False"
         if self.synchronised:
             text += ", synchronised=True"
         if self.frozen:

@@ -20,9 +20,11 @@ def test_subtracts_each_channels_mean(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(centred, x - x.mean(dim=others, keepdim=True))
 
 
-def test_without_momentum_the_running_mean_is_batchnorms() -> None:
-    ours = InputMeanNorm(3, momentum=None)
-    torchs = nn.BatchNorm1d(3, momentum=None)
+@pytest.mark.parametrize("momentum", [0.01, 0.3, None])
+def test_running_mean_follows_batchnorm(momentum: float | None) -> None:
+    ours = InputMeanNorm(3, momentum=momentum)
+    ours.corrected = False
+    torchs = nn.BatchNorm1d(3, momentum=momentum)
     for _ in range(5):
         x = torch.randn(8, 3) + 2
         ours(x)

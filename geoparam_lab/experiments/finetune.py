@@ -19,7 +19,12 @@ from geoparam_lab.experiments.experiment import TOP1, Config, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run, group_records
 from geoparam_lab.training.finetune import loop, pretrained
 from geoparam_lab.training.finetune.enlarged_images import EnlargedImages
-from geoparam_lab.training.finetune.settings import METHODS, FinetuneSettings, list_tasks
+from geoparam_lab.training.finetune.settings import (
+    METHODS,
+    OPTIMIZERS,
+    FinetuneSettings,
+    list_tasks,
+)
 from geoparam_lab.training.processes import check_runs, make_accelerator
 from geoparam_lab.training.sweeps import Sweep, Work, load_once
 from geoparam_lab.training.tasks import Progress, Task
@@ -142,9 +147,9 @@ def _remark(config: Config) -> Iterator[str]:
     tested = config.get("test_images") or data["val"]
     yield (
         f"MobileNetV2 on {config['images']:,} images of {data['classes']:,} classes, enlarged to "
-        f"{config['size']} pixels, {config['steps']:,} steps of SGD with momentum "
-        f"{config['momentum']:g}; rates chosen on {config['held_out']:,} images held out, tested "
-        f"on {tested:,} others."
+        f"{config['size']} pixels, {config['steps']:,} steps, momentum {config['momentum']:g}, "
+        f"{OPTIMIZERS[config['optimizer']]}; rates chosen on {config['held_out']:,} images held "
+        f"out, tested on {tested:,} others."
     )
     yield (
         "Each method has as many rates to begin with; where the best was at the edge of the grid, "

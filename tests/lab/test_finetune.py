@@ -123,6 +123,37 @@ def test_group_norm_takes_over_scale_and_offset() -> None:
     assert model[0].weight is norm.weight and model[0].bias is norm.bias
 
 
+def build(optimizer: str, method: str, data: Path, weights: Path) -> tuple[nn.Module, Any]:
+    """Return a network under a method, and its optimizer."""
+    settings = make_settings(method, optimizer=optimizer)
+    images, state = make_images(data, settings), pretrained.read_weights(weights)
+    model = loop.prepare_network(settings, images, state, images.device)
+    return model, pretrained.make_optimizer(settings, model)
+
+
+@pytest.mark.parametrize("method", ["bn-eval", "fold", "frozen"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "turn"])
+def test_every_optimizer_steps_all_parameters(
+    optimizer: str, method: str, data: Path, weights: Path
+) -> None:
+    model, made = build(optimizer, method, data, weights)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(0)
+    model(torch.randn(4, 3, 32, 32)).logsumexp(1).sum().backward()
+    made.step()
+    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert still == []
+
+
+def test_a_turn_is_a_thousand_degrees_times_the_rate_and_muons_rate_ten_times(
+    data: Path, weights: Path
+) -> None:
+    _, turn = build("turn", "fold", data, weights)
+    assert turn.turn() == [pytest.approx(1.0)] and turn.param_groups[1]["lr"] == 1e-3
+    _, muon = build("muon", "fold", data, weights)
+    assert sorted(group["lr"] for group in muon.param_groups) == [1e-3, 1e-2]
+
+
 def test_memory_saved_is_counted_once_per_tensor() -> None:
     layer = nn.Linear(5, 7, bias=False)
     x = torch.randn(3, 5)
@@ -274,6 +305,8 @@ def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path, tmp_pat
         ({"methods": ["bn"], "batch_sizes": [1]}, "bn needs two values of a channel"),
         ({"width": 0.5}, "at the width given .0.5.: features.0.0.weight has the shape"),
         ({"width": -1.0}, "width must be above 0"),
+        ({"optimizer": "adam"}, "optimizer is one of sgd, adamw, muon, turn; got 'adam'"),
+        ({"optimizer": "turn"}, "fold.geometric has r and u apart under sgd and adamw"),
         ({"momentum": 1.0}, "momentum must be from 0 to below 1"),
         ({"running_momentum": 0.0}, "running_momentum must be above 0"),
         ({"schedule": "steps"}, "schedule is one of linear"),

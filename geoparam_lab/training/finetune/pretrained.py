@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from geoparam_lab.training.finetune.settings import FinetuneSettings
 
 GROUP = 16  # channels that share a GroupNorm's statistics, or the largest divisor of these
 HEAD = "classifier."  # the output layer, which is new
+MUON = 10  # Muon's rate over the rest's
+DEGREES = 1000  # a turn over the rest's rate: 1 degree at 1e-3
 
 State = dict[str, Tensor]
 
@@ -120,9 +123,29 @@ def _use_group_norm(model: nn.Module) -> nn.Module:
 
 
 def make_optimizer(settings: FinetuneSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum, with the geometry in its step where the method says so."""
-    sgd = optimizers.make_torchs("sgd", settings.momentum)
+    """Return the optimizer, with the geometry in its step where method or optimizer say so."""
+    name, lr, momentum = settings.optimizer, settings.lr, settings.momentum
+    if name == "turn":
+        muon = optimizers.make_torchs("muon", momentum)
+        return optimizers.make_geometric(model, muon, turn=DEGREES * lr, lr=lr)
+    if name == "muon":
+        return _make_muon(model, lr, momentum)
+
+    make = optimizers.make_torchs(name, momentum)
+    if name == "adamw":
+        make = partial(make, weight_decay=0.0)
     if settings.method == "fold+geometric":
-        return optimizers.make_geometric(model, sgd, lr=settings.lr)
-    plain: torch.optim.Optimizer = sgd(model.parameters(), lr=settings.lr)
+        return optimizers.make_geometric(model, make, lr=lr)
+    plain: torch.optim.Optimizer = make(model.parameters(), lr=lr)
     return plain
+
+
+def _make_muon(model: nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:
+    """Return Muon on the rows of hidden layers, and AdamW on all the rest."""
+    named = model.named_parameters()
+    hidden = [p for name, p in named if p.ndim > 1 and not name.startswith(HEAD)]
+    others = [p for p in model.parameters() if not any(p is weight for weight in hidden)]
+    rest = torch.optim.AdamW(others, lr=lr, weight_decay=0.0)
+    return optimizers.make_rival(
+        "muon", hidden, rest, lr=MUON * lr, momentum=momentum, weight_decay=0.0
+    )

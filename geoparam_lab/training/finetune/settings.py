@@ -25,9 +25,19 @@ METHODS = {
     "imn": "BatchNorm out, input mean normalization in",
     "frozen": "the same, its means constant",
 }
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "muon": "Muon at ten times the rate, AdamW for the rest",
+    "turn": "Muon's directions by an angle of 1,000 degrees times the rate, AdamW for the rest",
+}
 EXTENSIONS = 3
 SMALLEST = 32  # pixels: MobileNetV2 halves an image five times
-_CHOICES: dict[str, Any] = {"schedule": SCHEDULES, "precision": PRECISIONS}
+_CHOICES: dict[str, Any] = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+}
 _RULES = {
     ">= 1": ("batch_size", "images", "held_out", "test_images", "steps"),
     "from 0 to below 1": ("momentum", "warmup"),
@@ -54,7 +64,10 @@ class FinetuneSettings:
         size: height and width in pixels to which images are enlarged.
         width: width of the network, as torchvision's width_mult; that of the weights.
         steps: number of optimizer steps in a run.
-        momentum: SGD's momentum, of all parameters.
+        optimizer: "sgd", "adamw", or for hidden layers "muon" or "turn" (Muon's directions by an
+            angle) and AdamW for the rest. The rate is that of all parameters, or of the rest: ten
+            times the rate is Muon's, a thousand times the rate are the degrees of a turn.
+        momentum: momentum of SGD or Muon, or AdamW's first beta.
         schedule: how the rate falls after the warmup: "linear", "cosine", "power" (1 - the square
             root of the share done) or "hold" (four fifths of the steps, then along a line).
         warmup: share of all steps in which the rate rises from 0, from 0 to below 1.
@@ -72,6 +85,7 @@ class FinetuneSettings:
     size: int = 96
     width: float = 1.0
     steps: int = 1500
+    optimizer: str = "sgd"
     momentum: float = 0.9
     schedule: str = "cosine"
     warmup: float = 0.05
@@ -86,6 +100,11 @@ class FinetuneSettings:
         check_fields(self, _CHOICES, _RULES)
         if self.size < SMALLEST:
             raise ValueError(f"size must be >= {SMALLEST}; got {self.size}.")
+        if self.method == "fold+geometric" and self.optimizer in ("muon", "turn"):
+            raise ValueError(
+                "fold+geometric has r and u apart under sgd and adamw; turn does that to every "
+                "method. Leave it out."
+            )
         if self.method == "bn" and self.batch_size == 1 and self.size == SMALLEST:
             raise ValueError(
                 f"bn needs two values of a channel, and one image of size {SMALLEST} has one in "
