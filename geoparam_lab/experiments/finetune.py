@@ -145,11 +145,12 @@ def _remark(config: Config) -> Iterator[str]:
     if not isinstance(data, dict):
         return
     tested = config.get("test_images") or data["val"]
+    optimizer = OPTIMIZERS[config.get("optimizer", "sgd")]  # runs of before the choice had SGD
     yield (
         f"MobileNetV2 on {config['images']:,} images of {data['classes']:,} classes, enlarged to "
         f"{config['size']} pixels, {config['steps']:,} steps, momentum {config['momentum']:g}, "
-        f"{OPTIMIZERS[config['optimizer']]}; rates chosen on {config['held_out']:,} images held "
-        f"out, tested on {tested:,} others."
+        f"{optimizer}; rates chosen on {config['held_out']:,} images held out, tested on "
+        f"{tested:,} others."
     )
     yield (
         "Each method has as many rates to begin with; where the best was at the edge of the grid, "

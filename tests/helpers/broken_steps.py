@@ -24,6 +24,7 @@ def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
     def run(**arguments: Any) -> None:
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(1)  # OpenMP's other threads are not there after a fork
             code = 1
             try:
                 test(**arguments)
