@@ -274,11 +274,6 @@ def _refill(contents: dict[int, tuple[Any, Any]]) -> None:
             container.update(held)
 
 
-def full_tensors(value: Any) -> Any:
-    """Return nested lists and dicts with their tensors whole."""
-    return tree_map(full_tensor, value)
-
-
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists, mappings and objects (model outputs)."""
     waiting, seen = [value], set[int]()
