@@ -23,7 +23,7 @@ from geoparam.model.unit_layers import (
     INSIDE_ATTENTION,
     UnitLayer,
     count_positions,
-    find_own_layers,
+    find_custom_layers,
     find_unit_layers,
 )
 from geoparam.storage import list_few
@@ -114,13 +114,13 @@ def find_sites(
             site = _use_own_activation(site, module.activation)
         sites[site.name] = site
 
-    own = find_own_layers(model)
-    if own and layers is None and sites:
+    custom = find_custom_layers(model)
+    if custom and layers is None and sites:
         warn_user(
-            f"{list_few(own)}: a subclass that computes something of its own, so its units are "
+            f"{list_few(custom)}: a subclass that computes something of its own, so its units are "
             "left out."
         )
-    chosen = _choose(sites, layers, own)
+    chosen = _choose(sites, layers, custom)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)
 
@@ -137,8 +137,8 @@ def check_batch(inputs: Inputs | None) -> None:
         )
 
 
-def _choose(sites: Mapping[str, Site], layers: Layers, own: Sequence[str]) -> dict[str, Site]:
-    """Return the sites of the layers that a user chose; `own` names those that have none."""
+def _choose(sites: Mapping[str, Site], layers: Layers, custom: Sequence[str]) -> dict[str, Site]:
+    """Return the sites of the layers that a user chose; `custom` names those left out."""
     names = list(sites)
     if callable(layers):
         modules = {name: site.layer for name, site in sites.items() if site.layer is not None}
@@ -149,7 +149,9 @@ def _choose(sites: Mapping[str, Site], layers: Layers, own: Sequence[str]) -> di
         raise ValueError(f"layers are names, or a function of module and name; got {layers!r}.")
 
     missing = [name for name in names if name not in sites]
-    left_out = f" Left out, with a forward pass of their own: {list_few(own)}." if own else ""
+    left_out = (
+        f" Left out, with a forward pass of their own: {list_few(custom)}." if custom else ""
+    )
     if missing:
         raise ValueError(f"no layers {missing}; the model has: {', '.join(sites)}.{left_out}")
     if not names:

@@ -248,7 +248,7 @@ def find_unit_layers(model: nn.Module) -> dict[str, UnitLayer]:
     return layers
 
 
-def find_own_layers(model: nn.Module) -> list[str]:
+def find_custom_layers(model: nn.Module) -> list[str]:
     """Return the subclasses of affine layers that compute something of their own, by name."""
     names = []
     for name, module in model.named_modules():

@@ -236,14 +236,18 @@ class Block:
             pace.fill_(math.sqrt(weight.unit.fan_in))
 
     def _add_biases(self) -> None:
-        """Join the biases; the memory in which their distances are stepped gets the new values."""
-        counts = [weight.rows for weight in self.weights if weight.bias is not None]
+        """Join the biases; the memory in which their distances are stepped gets the new values.
+
+        Weights with a bias come first, so that the rows of all biases are one slice.
+        """
+        self.with_bias = [weight for weight in self.weights if weight.bias is not None]
+        counts = [weight.rows for weight in self.with_bias]
         self.bias_rows = slice(sum(counts))
         self.lam, self.grad_lam = self.stored_r.new_zeros(2, sum(counts))
         self.biases: list[Tensor] = []
 
         parts = self.lam.split(counts), self.grad_lam.split(counts)
-        for weight, lam, grad in zip(self.weights, *parts, strict=False):
+        for weight, lam, grad in zip(self.with_bias, *parts, strict=True):
             target = find_master(weight.bias, weight.bias_state)
             self.biases.append(target)
             self._add_variable("lam", weight, lam, grad)
@@ -350,7 +354,7 @@ class Block:
         stepped as lam up to |b| = 100 |r|, as in converted layers.
         """
         gradients = []
-        for weight, target in zip(self.weights, self.biases, strict=False):
+        for weight, target in zip(self.with_bias, self.biases, strict=True):
             gradients.append(local(weight.bias.grad).flatten().to(target.dtype))
         grad_bias = torch.cat(gradients)
         self.bias = torch.cat([target.flatten() for target in self.biases])

@@ -50,7 +50,7 @@ def progress(leads: bool = True) -> Iterator["Report | None"]:
 
 @contextlib.contextmanager
 def explain_end(out: Path | None = None) -> Iterator[None]:
-    """After Ctrl-C, say how to continue `out`; end quietly where nobody reads what is printed."""
+    """After Ctrl-C, say how to continue the run in `out`; after a closed pipe, end in silence."""
     from geoparam_lab.session import format_command
 
     try:

@@ -140,13 +140,18 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
     before, *moved = [move_units(method, papers, shift, delta) for delta in (0.0, *DELTAS)]
     before_many, *others = [move_units(method, many, shift, delta) for delta in (0.0, *DELTAS)]
     reversed_ = [move_units(method, papers, reverse, delta) for delta in DELTAS]
-    places = [before, *moved]
+
+    directions = [place.direction for place in (before, *moved)]
+    lams = [place.distance for place in (before, *moved)]
+    rotation = [find_turns(before, after) for after in moved]
+    rotations = [find_turns(before_many, after) for after in others]
+    reversal = [find_turns(before, after) for after in reversed_]
     return Turns(
-        directions=np.concatenate([place.direction for place in places]),
-        lams=np.concatenate([place.distance for place in places]),
-        rotation=np.concatenate([find_turns(before, after) for after in moved]),
-        rotations=np.stack([find_turns(before_many, after) for after in others]),
-        reversal=np.concatenate([find_turns(before, after) for after in reversed_]),
+        directions=np.concatenate(directions),
+        lams=np.concatenate(lams),
+        rotation=np.concatenate(rotation),
+        rotations=np.stack(rotations),
+        reversal=np.concatenate(reversal),
     )
 
 
