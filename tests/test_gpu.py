@@ -214,13 +214,15 @@ def test_row_kernels_compute_what_plain_torch_does(dtype: torch.dtype, bound: fl
 
 
 @every_kind
-def test_a_state_goes_on_from_gpu_to_cpu(kind: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_state_goes_on_from_a_file_on_either_device(kind: str, device: str) -> None:
     model, optimizer = start_on_gpu(kind)
     plain_models.train(model, optimizer)
-    twin = copy.deepcopy(model).cpu()
+    twin = copy.deepcopy(model).to(device)
     options = {key: x for key, x in plain_models.KINDS[kind].items() if key != "dtype"}
     resumed = plain_models.build(twin, **options)
-    resumed.load_state_dict(plain_models.through_a_file(optimizer.state_dict()))
+    mapped_to = None if device == "cpu" else "cpu"  # each from the other's memory
+    resumed.load_state_dict(plain_models.through_a_file(optimizer.state_dict(), mapped_to))
     losses = (
         plain_models.train(model, optimizer, first=3),
         plain_models.train(twin, resumed, first=3),

@@ -22,7 +22,7 @@ from geoparam.optim.angular import AngularBlock
 from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest, find_device
 from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
-from geoparam.optim.inner import InnerOptimizer, Variable, fit_state
+from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
 from geoparam.optim.units import Unit, find_units, format_table
 from geoparam.parameter_groups import undecayed_names
@@ -325,8 +325,8 @@ class GeometricOptimizer(Optimizer):
         self._fit_units()
         for i, _, p in self._list_params():
             group = self.param_groups[i]
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            fit_state(self.state[p], p, on_device)
+            of_r = self.param_groups[i + 1] if group["role"] == "units" else group
+            fit_state(self.state[p], p, counts_on_device(group), counts_on_device(of_r))
         blocks = self._build_blocks()
         inner = self._build_inner(blocks)
         self._built = _Built(blocks, inner, self._find_fingerprint())
@@ -429,7 +429,9 @@ class GeometricOptimizer(Optimizer):
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             saved_states.tell_of_other_angle(mine, saved)
-            groups.append({**mine, **saved, "param_names": mine["param_names"]})
+            # Fused kernels were chosen for this model's device, which may be another now.
+            kept = {key: mine[key] for key in ("param_names", "fused") if key in mine}
+            groups.append({**mine, **saved, **kept})
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built = None
         self._highest_share = 1.0  # the run's peak is not known

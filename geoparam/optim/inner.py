@@ -5,7 +5,7 @@ the outer optimizer's under flat keys, as `direction/exp_avg` in the weight's.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +124,22 @@ def _find_rate_and_decay(variable: Variable, outer: dict[str, Any]) -> tuple[Any
     return rate * outer["lr_ratio"], decay
 
 
-def fit_state(state: State, p: Any, step_on_device: bool) -> None:
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer of a group keeps its counter of steps on the device."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def fit_state(state: State, p: Any, on_device: bool, r_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type.
 
     What torch's optimizers keep for each element of a plain parameter has the parameter's type, as
-    in torch. What belongs to units stays in full precision. Single numbers, as counters of steps,
-    stay as they are unless the optimizer wants them on the device.
+    in torch. What belongs to units stays in full precision. Single numbers stay as they are.
+
+    Args:
+        state: of the parameter `p`.
+        p: the parameter.
+        on_device: whether counters of steps go to the device.
+        r_on_device: whether that of r does, which another optimizer steps.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
     for key, value in state.items():
@@ -137,7 +147,8 @@ def fit_state(state: State, p: Any, step_on_device: bool) -> None:
             continue
         prefix, _, name = key.rpartition("/")
         if name == "step" or (value.ndim == 0 and p.ndim > 0):
-            state[key] = value.to(p.device) if step_on_device else value
+            if r_on_device if prefix == "r" else on_device:
+                state[key] = value.to(p.device)
             continue
 
         dtype = value.dtype

@@ -137,12 +137,12 @@ def step_with_ones(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state: Any, device: str | None = None) -> Any:
     """Save a state, and load it as files of strangers are loaded."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def rows(layer: nn.Module) -> Tensor:

@@ -325,13 +325,29 @@ def test_a_state_that_lacks_an_entry_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_state_follows_its_parameter_to_a_device_and_its_step_if_asked(on_device: bool) -> None:
+@pytest.mark.parametrize("r_on_device", [False, True])
+def test_a_state_follows_its_parameter_and_its_steps_if_asked(
+    on_device: bool, r_on_device: bool
+) -> None:
     """Also the state of a single number, which looks like a counter."""
     p = nn.Parameter(torch.zeros((), device="meta", dtype=torch.float64))
-    state = {"exp_avg": torch.zeros(()), "step": torch.ones(()), "r": torch.zeros(2)}
-    fit_state(state, p, on_device)
-    assert [state[key].is_meta for key in state] == [True, on_device, True]
+    state = {"exp_avg": torch.zeros(()), "r": torch.zeros(2)}
+    state.update({"step": torch.ones(()), "r/step": torch.ones(())})
+    fit_state(state, p, on_device, r_on_device)
+    are_moved = [True, True, on_device, r_on_device]
+    assert [entry.is_meta for entry in state.values()] == are_moved
     assert (state["step"].dtype, state["r"].dtype) == (torch.float32, torch.float64)
+
+
+def test_whether_kernels_are_fused_is_not_loaded() -> None:
+    """A state of a GPU has True, and fused kernels of CPUs misread strided gradients."""
+    model, optimizer = start("Muon")
+    train(model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    before = optimizer.param_groups[1]["fused"]
+    state["param_groups"][1]["fused"] = True
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[1]["fused"] is before is not True
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn"])
