@@ -127,18 +127,19 @@ class Layers:
         self.parts = [len(weight.unit.parts) for weight in weights]
         self.processes = find_process_group(first.param) if first.is_sharded else None
 
-    def sums(self, *per_row: Tensor) -> Tensor:
-        """Return (layers, columns); NaN and infinity count as 0: they harm no other row."""
-        columns = torch.stack([x.to(self.sizes.dtype) for x in per_row], dim=1)
-        columns = columns.nan_to_num(0.0, 0.0, 0.0)
-        sums = torch.segment_reduce(columns, "sum", lengths=self.counts, initial=0, unsafe=True)
+    def sums(self, *per_row: Tensor) -> Sequence[Tensor]:
+        """Return the sums of each quantity; NaN and infinity count as 0: they harm no other row."""
+        # One after the other: a GPU sums each column of a matrix by a single thread.
+        rows = torch.cat([x.to(self.sizes.dtype) for x in per_row]).nan_to_num(0.0, 0.0, 0.0)
+        lengths = self.counts.repeat(len(per_row))
+        sums = torch.segment_reduce(rows, "sum", lengths=lengths, initial=0, unsafe=True)
         if self.processes is not None:
             dist.all_reduce(sums, group=self.processes)
-        return sums
+        return sums.split(len(self.counts))
 
     def means(self, per_row: Tensor) -> Tensor:
         """Return the mean of each layer."""
-        return self.sums(per_row)[:, 0] / self.sizes
+        return self.sums(per_row)[0] / self.sizes
 
     def divide(self, per_layer: Tensor) -> list[Tensor]:
         """Return copies of the entries of each weight's layers."""
@@ -198,7 +199,7 @@ class Block:
             norms.append(torch.linalg.vector_norm(rows, dim=1))
         r = torch.cat(norms)
 
-        sums, nonzeros = self.layers.sums(r, r != 0).unbind(dim=1)
+        sums, nonzeros = self.layers.sums(r, r != 0)
         lengths = (nonzeros > 0).to(sums)
         if self.match:
             lengths = sums / nonzeros.clamp(min=1)
@@ -439,7 +440,7 @@ class Block:
 
         A layer whose gradient is exactly 0 does not turn, whatever its momentum.
         """
-        squares, moving = self.layers.sums(across.square(), self.size_g > 0).unbind(dim=1)
+        squares, moving = self.layers.sums(across.square(), self.size_g > 0)
         rms = (squares / self.layers.sizes).sqrt()
 
         is_still = (rms == 0) | (moving == 0)
