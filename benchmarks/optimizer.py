@@ -1,17 +1,18 @@
 """What GeometricOptimizer costs over its base on the same plain model, and beside torch's Muon.
 
     python -m benchmarks.optimizer [--device cuda|cpu] [--steps 20]
-        [--batches 2,8,32,128,256] [--modes eager,compiled]
+        [--batches 2,8,32,128,256] [--modes eager,compiled] [--profile]
 
 First the optimizer's step alone, for a ResNet, a GPT (124 million parameters on a GPU, width 256
 on a CPU; q, k and v apart) and 50 small layers, in milliseconds and as a ratio to the base, for
 Muon to torch's own Muon with fused AdamW. Then, on a GPU, whole training steps of ResNet-50
 (bfloat16 autocast, channels_last, SGD with momentum): both optimizers step the same model,
 compiled once, in rounds that take turns; a round is `steps` steps that follow one another as in
-training. A cell is the median over rounds.
+training. A cell is the median over rounds. With --profile, in place of all this, where the time of
+a step alone goes on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 import geoparam as gp
 from benchmarks.timing import (
     hardware,
+    list_kernels,
     make_images,
     make_parser,
     medians,
@@ -105,13 +107,28 @@ def gpt(width: int, depth: int) -> nn.Module:
 
 
 def step_times(
-    model: nn.Module, device: str, steps: int, optimizers: dict[str, Any]
+    model: nn.Module, device: str, steps: int, optimizers: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the median seconds of each optimizer's step."""
     for p in model.parameters():
         p.grad = 1e-3 * torch.randn_like(p)
     functions = {name: make(model).step for name, make in optimizers.items()}
     return medians(functions, device, ROUNDS, warmup=1, calls=steps)
+
+
+def profile(model: nn.Module, optimizers: Mapping[str, Make]) -> None:
+    """Print each optimizer's time, how much of it the GPU is busy, and its longest kernels."""
+    times = step_times(model, "cuda", 20, optimizers)
+    for name, make in optimizers.items():
+        kernels = list_kernels(make(model).step, repeats=10)
+        total = {kernel: 100 * sum(seconds) for kernel, seconds in kernels.items()}
+        launches = sum(map(len, kernels.values())) / 10
+        print(
+            f"\n{name}: {times[name] * 1e3:.2f} ms, the GPU is busy for "
+            f"{sum(total.values()):.2f}, {launches:.0f} kernels"
+        )
+        for kernel in sorted(total, key=total.__getitem__, reverse=True)[:12]:
+            print(f"    {total[kernel]:.3f} ms in {len(kernels[kernel]) / 10:g}: {kernel[:150]}")
 
 
 def training_times(batch: int, mode: str, steps: int) -> dict[str, float]:
@@ -139,12 +156,17 @@ def print_table(title: str, columns: dict[str, dict[str, float]], peers: dict[st
 
 
 def main() -> None:
-    options = {"steps": 20, "batches": "2,8,32,128,256", "modes": "eager,compiled"}
+    options: dict[str, Any] = {"steps": 20, "batches": "2,8,32,128,256"}
+    options.update(modes="eager,compiled", profile=False)
     given = make_parser(__doc__, **options).parse_args()
     device, steps = given.device, given.steps
     torch.backends.cudnn.benchmark = True
     print(f"{hardware(device)}; milliseconds per step (ratio to the base on the plain model)")
     resnet = torchvision.models.resnet50 if device == "cuda" else torchvision.models.resnet18
+    if given.profile:
+        profile(gpt(768, 12).cuda(), {name: ON_TEXT[name] for name in list(ON_TEXT)[2:]})
+        profile(resnet().cuda(), {name: OPTIMIZERS[name] for name in list(OPTIMIZERS)[1:4]})
+        return
     models = {resnet.__name__: resnet(), "50 layers of 16": small_layers()}
     columns = {
         name: step_times(model.to(device), device, steps, OPTIMIZERS)

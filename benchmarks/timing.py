@@ -10,6 +10,7 @@ import argparse
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,13 @@ def _time_round(function: Function, device: str, calls: int) -> float:
 
 def profile_kernels(function: Function, repeats: int = 20) -> tuple[float, float]:
     """Return the seconds that a call keeps a GPU busy, and its number of kernels."""
+    kernels = list_kernels(function, repeats)
+    seconds = sum(sum(times) for times in kernels.values())
+    return seconds / repeats, sum(map(len, kernels.values())) / repeats
+
+
+def list_kernels(function: Function, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each kernel that calls have launched, by its name."""
     function()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -75,8 +83,11 @@ def profile_kernels(function: Function, repeats: int = 20) -> tuple[float, float
         for _ in range(repeats):
             function()
         torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time for e in kernels) / 1e6 / repeats, len(kernels) / repeats
+    kernels = defaultdict[str, list[float]](list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name].append(event.device_time / 1e6)
+    return kernels
 
 
 def peak_memory(function: Function, device: str) -> int:

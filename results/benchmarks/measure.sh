@@ -2,7 +2,7 @@
 # The benchmarks of a GPU behind docs/benchmarks.md, each into a file of its own. Start it in the
 # repository's folder, with nothing else on the GPU.
 #   measure.sh OUT PART...
-#   optimizer   what GeometricOptimizer costs
+#   optimizer   what GeometricOptimizer costs; profile: in which kernels its step spends that
 #   training    ResNet-50 without BatchNorm, and with the geometry; compiled: the same, compiled
 #   tracker     what a record costs
 #   tests       tests/test_gpu.py
@@ -21,6 +21,7 @@ measure() { # NAME BENCHMARK OPTIONS...
 for part in "$@"; do
   case $part in
     optimizer) measure optimizer optimizer --modes eager ;;
+    profile) measure profile optimizer --profile ;;
     training)
       measure training training --networks resnet50 --modes eager --batches 2,8,32,128,256 \
         --methods bn,none,bn+geometric,imn,imn+geometric ;;
