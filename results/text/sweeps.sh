@@ -6,8 +6,9 @@
 #   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
+#   fixed-WIDTH   three seeds of the turn that width 384 chose
 #   rivals-WIDTH  the same eight tries each in 500 steps
-#   ...-METHOD    any of these four for one method alone
+#   ...-METHOD    grid, near, best or rivals for one method alone
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
@@ -79,6 +80,8 @@ for part in "$@"; do
     best-*)
       choose "text-$width" best
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
+    fixed-*)
+      tuned "$width" --seeds 3 --method=turn:turn=1.2:momentum=0.9:rest_lr=0.003 ;;
     rivals-*)
       list_grid "$method"
       run text-rivals --widths "$width" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
