@@ -26,7 +26,7 @@ _TRANSFER = """Validation loss above the lowest of each line, over the turn or t
     One number of the size varies in a panel, around {centre}; sizes that differ from it in more
     than one are in the table only. The band is 0.01 nats high."""
 _HIGHEST = 0.05  # nats above the worst line's best: the top of `peaks`
-_HIGHEST_ABOVE_BEST = 0.1  # nats: the top of `transfer`
+_HIGHEST_ABOVE_BEST = 0.1  # nats: where `transfer` ends at the latest
 _ROW = 3  # panels beside each other
 _BAND = 0.01  # nats: as good as the best
 
@@ -102,7 +102,8 @@ def draw_transfer(panels: dict[str, dict[Size, Losses]], centre: Size) -> Figure
         ax.legend(loc="upper center", frameon=False)
     for row in columns[::most, 0]:
         row.set_ylabel("nats above the line's best")
-    columns[0, 0].set_ylim(-0.006, _HIGHEST_ABOVE_BEST)
+    top = min(columns[0, 0].get_ylim()[1], _HIGHEST_ABOVE_BEST)
+    columns[0, 0].set_ylim(-0.06 * top, top)
     return figure
 
 
