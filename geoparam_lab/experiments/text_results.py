@@ -91,6 +91,41 @@ def name_sizes(sizes: Sequence[Size]) -> dict[Size, str]:
     return {size: ", ".join(f"{words[i]} {size[i]:,}" for i in shown) for size in sizes}
 
 
+def name_size(size: Size) -> str:
+    """Return all four numbers of a size."""
+    numbers = zip(_WORDS.values(), size, strict=True)
+    return ", ".join(f"{word} {number:,}" for word, number in numbers)
+
+
+def find_centre(sizes: Iterable[Size]) -> Size:
+    """Return the size from which most others differ in one number alone, else the smallest.
+
+    Example:
+        >>> find_centre([(64, 6, 500, 96), (256, 6, 500, 96), (256, 6, 2000, 96)])
+        (256, 6, 500, 96)
+    """
+    ordered = sorted(sizes)
+    return max(ordered, key=lambda size: sum(len(_differ(size, other)) == 1 for other in ordered))
+
+
+def list_factors(by_size: Mapping[Size, Losses], centre: Size) -> dict[str, dict[int, Losses]]:
+    """Return the losses over each number that varies while the others are the centre's."""
+    factors: dict[str, dict[int, Losses]] = {}
+    for index, word in enumerate(_WORDS.values()):
+        lines = {
+            size[index]: losses
+            for size, losses in by_size.items()
+            if _differ(size, centre) in ([], [index])
+        }
+        if len(lines) > 1:
+            factors[word] = lines
+    return factors
+
+
+def _differ(size: Size, other: Size) -> list[int]:
+    return [i for i, (one, two) in enumerate(zip(size, other, strict=True)) if one != two]
+
+
 def list_methods(records: Iterable[Record]) -> list[str]:
     """Return the methods of some records, in their usual order."""
     present = {record["method"] for record in records}

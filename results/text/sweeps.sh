@@ -3,11 +3,13 @@
 # off. Start it in the repository's folder.
 #   sweeps.sh DATA OUT PART...
 #   transfer      one turn at all widths, depths, lengths and batch sizes
+#   edges         smaller turns where the smallest was the best
 #   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
+#   fixed-WIDTH   three seeds of the turn that width 384 chose
 #   rivals-WIDTH  the same eight tries each in 500 steps
-#   ...-METHOD    any of these four for one method alone
+#   ...-METHOD    grid, near, best or rivals for one method alone
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
@@ -70,6 +72,9 @@ for part in "$@"; do
         --batch-sizes 64,32,256 --methods turn --turns 1.2,1.7,2.4,3.4,4.8
       run text-transfer --widths 256 --depths 6 --steps 2000,8000 --methods turn \
         --turns 0.6,1.2,1.7,2.4 ;;
+    edges)
+      run text-transfer --widths 1024 --depths 6 --steps 500 --methods turn --turns 0.6,0.85
+      run text-transfer --widths 256 --depths 6 --steps 8000 --methods turn --turns 0.3,0.42 ;;
     grid-*)
       list_grid "$method"
       tuned "$width" --seeds 1 "${grid[@]}" ;;
@@ -79,14 +84,17 @@ for part in "$@"; do
     best-*)
       choose "text-$width" best
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
+    fixed-*)
+      tuned "$width" --seeds 3 --method=turn:turn=1.2:momentum=0.9:rest_lr=0.003 ;;
     rivals-*)
       list_grid "$method"
       run text-rivals --widths "$width" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
     recipe)
       run text-recipe --widths 384 --depths 6 --steps 2000 --seeds 1 \
-        --method turn:turn=1.7,2.4,3.4:schedule=linear,cosine,power,hold \
-        --method turn:turn=2.4:rest_lr=1e-3,1e-2 --method turn:turn=2.4:scale_lr=1e-3,1e-2,3e-2 \
-        --method turn:turn=2.4:rest_decay=0.1,1,5 --method turn:turn=2.4,3.4:momentum=0.8 ;;
+        --method turn:turn=0.85,1.2,1.7:momentum=0.9:schedule=linear,cosine,power,hold \
+        --method turn:turn=1.2:momentum=0.9:scale_lr=1e-3,1e-2,3e-2 \
+        --method turn:turn=1.2:momentum=0.9:rest_decay=0.1,1,5 \
+        --method turn:turn=1.7,2.4:momentum=0.8 ;;
     shakespeare)
       train shakespeare tinyshakespeare.txt text-shakespeare --seeds 1 --method adamw:lr=1e-3 \
         --method turn:turn=0.6,1.2,2.4:momentum=0.95,0.9:rest_lr=1e-3,3e-3 ;;

@@ -114,10 +114,45 @@ def test_the_figure_has_a_line_for_each_size(whole: Run) -> None:
         "width 16, depth 1",
         "width 16, depth 2",
     ]
-    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) > 1]
+    lines = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     assert [list(line.get_xdata()) for line in lines] == [[1.2, 2.4]] * 3
     caption = (whole.folder / "figures" / "peaks.txt").read_text()
     assert "One number for 3 sizes" in caption and "degrees by" in caption
+
+
+def test_the_transfer_figure_has_a_panel_for_each_number_that_varies_alone(whole: Run) -> None:
+    from geoparam_lab.experiments import text_figures
+
+    records = whole.records()
+    panels = {m: text_results.measure_peaks(records, m) for m in ("turn", "muon")}
+    centre = text_results.find_centre(panels["turn"])
+    assert centre[:2] == (16, 1)
+    figure = text_figures.draw_transfer(panels, centre)
+    assert figure is not None
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        f"{method}: {word}" for method in panels for word in ("width", "depth")
+    ]
+    lines = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert [line.get_label() for line in lines] == ["width 8", "width 16"]
+    assert [min(line.get_ydata()) for line in lines] == [0, 0]
+    assert (whole.folder / "figures" / "transfer.txt").exists()
+
+
+def test_one_size_has_nothing_to_transfer() -> None:
+    from geoparam_lab.experiments import text_figures
+
+    size = (64, 6, 500, 96)
+    assert text_figures.draw_transfer({"turn": {size: {1.2: 1.0, 2.4: 0.9}}}, size) is None
+
+
+def test_a_size_that_differs_in_two_numbers_is_in_no_panel() -> None:
+    sizes = [(width, depth, 500, 96) for width in (64, 256) for depth in (6, 12)]
+    by_size = {size: {2.4: 1.0} for size in sizes}
+    factors = text_results.list_factors(by_size, centre=sizes[0])
+    assert {word: list(lines) for word, lines in factors.items()} == {
+        "width": [64, 256],
+        "depth": [6, 12],
+    }
 
 
 def test_the_common_peak_is_the_one_with_the_least_excess() -> None:
