@@ -10,6 +10,7 @@
 #   fixed-WIDTH   three seeds of the turn that width 384 chose
 #   rivals-WIDTH  the same eight tries each in 500 steps
 #   ...-METHOD    grid, near, best or rivals for one method alone
+#   start-384     from nanoGPT's start, in which rows are short
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
@@ -86,6 +87,11 @@ for part in "$@"; do
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
     fixed-*)
       tuned "$width" --seeds 3 --method=turn:turn=1.2:momentum=0.9:rest_lr=0.003 ;;
+    start-384)
+      run text-384-start --std 0.02 --widths 384 --depths 6 --steps 2000 --seeds 1 \
+        --method muon:lr=0.01,0.02,0.04:decay=0.1:momentum=0.95 \
+        --method turn:turn=0.85,1.2,1.7,2.4:momentum=0.9 \
+        --method turn:turn=1.2,1.7:momentum=0.9:scale_lr=1e-2 ;;
     rivals-*)
       list_grid "$method"
       run text-rivals --widths "$width" --depths 6 --steps 500 --seeds 1 "${grid[@]}" ;;
