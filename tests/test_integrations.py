@@ -120,14 +120,15 @@ def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.Boundary
 def run_in(stack: str, folder: Path, epochs: int = 1, accumulate: int = 1, **options: Any) -> Any:
     """Return the tracker of a run by Lightning or by transformers' Trainer."""
     callbacks, model = pytest.importorskip(f"geoparam.integrations.{stack}"), WithLoss(network())
-    fit = Fit(model, torch.optim.SGD(model.parameters(), lr=0.1), POINTS, folder, epochs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(gp.retract(model))
+    fit = Fit(model, optimizer, POINTS, folder, epochs)
     options |= {"module": "model.net"} if stack == "lightning" else {}
     track = callbacks.TrackBoundaries(**options)
-    both = [track, callbacks.Retract()]
     if stack == "lightning":
-        fit.by_lightning(callbacks=both, accumulate_grad_batches=accumulate)
+        fit.by_lightning(callbacks=[track], accumulate_grad_batches=accumulate)
     else:
-        fit.by_trainer(callbacks=both)
+        fit.by_trainer(callbacks=[track])
     return track.tracker
 
 

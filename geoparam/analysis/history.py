@@ -143,7 +143,7 @@ class History(Mapping[str, LayerHistory]):
 
         beside = None if path is None else Path(path).with_suffix(".units.npy")
         self._units: GrowingArray | None = None
-        with removing_new(path, beside):
+        with _removing_new(path, beside):
             self._summary = GrowingArray(dtype, path, resume)
             self._check_layers()
             if counts is not None:
@@ -306,9 +306,9 @@ class History(Mapping[str, LayerHistory]):
 
 
 @contextmanager
-def removing_new(*paths: Any) -> Iterator[None]:
-    """After an error, remove the files that were not there before; other objects are no paths."""
-    named = [Path(path) for path in paths if isinstance(path, str | os.PathLike)]
+def _removing_new(*paths: str | os.PathLike | None) -> Iterator[None]:
+    """After an error, remove the files that were not there before."""
+    named = [Path(path) for path in paths if path is not None]
     new = [path for path in named if not path.exists()]
     try:
         yield

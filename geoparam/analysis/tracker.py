@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
-from geoparam.analysis.history import History, removing_new
-from geoparam.analysis.logs import CSVLog, ScalarLog, open_log
+from geoparam.analysis.history import History
+from geoparam.analysis.logs import ScalarLog
 from geoparam.analysis.quantities import (
     Quantity,
     UnitQuantity,
@@ -89,8 +89,7 @@ class BoundaryTracker:
         file: An .npy file that grows with the records and survives a kill; see `history.py`.
         resume: Go on with the existing file; then call `load_state_dict`.
         log: Where the summary is written to as well, under the tags quantity/layer: an object
-            with `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers), or
-            the path of a .csv file.
+            with `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -155,18 +154,14 @@ class BoundaryTracker:
         self._takes_part = self._is_first or is_sharded
         if batch is None and is_sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
-        self._writer: ScalarLog | CSVLog | None = None
-        log = log if self._is_first else None
-        with removing_new(log):
-            if log is not None:
-                self._writer = open_log(log, logged, resume)
-            if batch is not None and self._takes_part:
-                self._begin(batch)
-            elif self._takes_part:
-                find_sites(self.model, layers=layers)  # refuses wrong names now
-                hook = Hook(self._see_first_batch)
-                self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
-                self.remove_on_close(self._first_batch)
+        self._writer = None if log is None else ScalarLog(log, logged)
+        if batch is not None and self._takes_part:
+            self._begin(batch)
+        elif self._takes_part:
+            find_sites(self.model, layers=layers)  # refuses wrong names now
+            hook = Hook(self._see_first_batch)
+            self._first_batch = model.register_forward_pre_hook(hook, with_kwargs=True)
+            self.remove_on_close(self._first_batch)
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
@@ -258,8 +253,6 @@ class BoundaryTracker:
         self._measured_at = state.get("measured_at", state["step"])
         if self._history is not None:
             self._history.forget_after(state["step"])
-        if self._writer is not None:
-            self._writer.forget_after(state["step"])
 
     def _record(self) -> None:
         """Take a snapshot, and start copying what it shows to the host."""

@@ -34,8 +34,7 @@ def watch(
         probe: A batch as the model takes it, for dead units and regions. It costs one more run of
             the model in each record.
         log: Where the summary is written to, under the tags quantity/layer: an object with
-            `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers), or the
-            path of a .csv file.
+            `add_scalar` (TensorBoard), `log` (W&B) or `log_metrics` (Lightning's loggers).
         quantities: Names of what to record, as "rotation_rms" or "rotation"; all by default.
         every: Record every this many steps.
         options: Further options of `BoundaryTracker`.

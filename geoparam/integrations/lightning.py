@@ -1,4 +1,4 @@
-"""Lightning callbacks: tracking and retraction. Needs the extra: 'geoparam[lightning]'."""
+"""A callback for Lightning: tracking. Needs the extra: 'geoparam[lightning]'."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
 from geoparam.analysis.tracker import BoundaryTracker
-from geoparam.step_hooks import retract
 
 
 class TrackBoundaries(Callback):
@@ -73,11 +72,3 @@ class _Loggers:
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
-
-
-class Retract(Callback):
-    """Pulls intrinsic directions back to length 1 after every optimizer step."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(retract(pl_module))

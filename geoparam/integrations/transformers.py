@@ -1,4 +1,4 @@
-"""For transformers' Trainer: callbacks, and GeometricOptimizer. Needs the extra: 'geoparam[hf]'.
+"""For transformers' Trainer: a callback, and GeometricOptimizer. Needs the extra: 'geoparam[hf]'.
 
 In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.step()` after
 `optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
@@ -17,7 +17,6 @@ from transformers import Trainer, TrainerCallback
 from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.model.run import full_tensor
 from geoparam.optim import GeometricOptimizer
-from geoparam.step_hooks import retract
 
 
 class TrackBoundaries(TrainerCallback):
@@ -142,15 +141,6 @@ def _find_class(make: Any) -> Any:
 def _has_betas(make: Any) -> bool:
     kind = _find_class(make)
     return callable(kind) and "betas" in inspect.signature(kind).parameters
-
-
-class Retract(TrainerCallback):
-    """Pulls intrinsic directions back to length 1 after every optimizer step."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = kwargs["optimizer"]
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
-        optimizer.register_step_post_hook(retract(kwargs["model"]))
 
 
 @torch.no_grad()

@@ -25,13 +25,15 @@ class Described(NamedTuple):
     type: Any  # what typer reads it as: text where several values stand between commas
     each: Callable[[str], Any] | None  # what each of these is read as; None for a single value
     is_required: bool
+    is_setting: bool  # of each network, not of the sweep
     help: str  # with the default
 
 
 def list_options(experiment: "Experiment") -> dict[str, Described]:
     """Return an experiment's options, from its `run` and its settings."""
     assert experiment.run is not None
-    parameters = dict(inspect.signature(experiment.run).parameters)
+    own = inspect.signature(experiment.run).parameters
+    parameters = dict(own)
     if experiment.settings is not None:
         hints = typing.get_type_hints(experiment.settings)
         for name, field in inspect.signature(experiment.settings).parameters.items():
@@ -48,7 +50,8 @@ def list_options(experiment: "Experiment") -> dict[str, Described]:
         text, default = texts.get(name, ""), _show(parameter.default)
         if default:
             text += f" Default: {default}."
-        options[name] = Described(*reading, parameter.default is parameter.empty, text)
+        is_required = parameter.default is parameter.empty
+        options[name] = Described(*reading, is_required, name not in own, text)
     return options
 
 

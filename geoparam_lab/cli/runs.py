@@ -20,22 +20,6 @@ from geoparam_lab.cli.running import explain_end, progress, read_list
 if TYPE_CHECKING:
     from geoparam_lab.experiments.experiment import Experiment
 
-PANELS = {  # of the help; options that are not named here are about training
-    "Methods and rates": (
-        *("methods", "method", "seeds", "lrs", "turns", "momenta", "decays"),
-        *("rest_lrs", "rest_decays", "scale_lrs", "schedules", "one_factor", "folds"),
-    ),
-    "Data": (
-        *("data", "datasets", "source", "draws", "protocol", "validation"),
-        *("size", "crop", "select", "workers", "windows", "context"),
-    ),
-    "Network": (
-        *("network", "widths", "depths", "heads", "norm", "mlp", "zero_projections", "tied"),
-        *("std", "init", "imn", "mbn", "skip", "constants"),
-    ),
-    "Output": (*("out", "resume", "jobs", "storage", "keep_weights", "track", "time_to"),),
-}
-
 
 class Experiments(TyperGroup):
     """The group of commands; a command has its options once it is called."""
@@ -59,7 +43,7 @@ def make_application() -> typer.Typer:
 
 
 def make_command(name: str) -> Any:
-    """Return an experiment's command, with its options in panels."""
+    """Return an experiment's command; its help has the settings in a panel of their own."""
     experiment = experiments.find(name)
     described = options.list_options(experiment)
 
@@ -72,15 +56,14 @@ def make_command(name: str) -> Any:
             run(experiment, out, given | {"resume": resume})
 
     parameters = []
-    for option, (kind, _, is_required, text) in described.items():
+    for option, (kind, _, is_required, is_setting, text) in described.items():
         if is_required:
             parameters.append(_make_parameter(option, kind, text, inspect.Parameter.empty))
         else:  # one that is not typed is None, and not passed on
-            parameters.append(_make_parameter(option, kind | None, text, None))
+            panel = "Settings" if is_setting else None
+            parameters.append(_make_parameter(option, kind | None, text, None, panel))
     parameters.append(_make_parameter("out", Path, "Folder of the run.", Path("runs", name)))
     parameters.append(_make_parameter("resume", bool, "Continue the run in the folder.", False))
-    order = ["Methods and rates", "Data", "Network", "Training", "Output"]
-    parameters.sort(key=lambda parameter: order.index(find_panel(parameter.name)))
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -90,21 +73,13 @@ def make_command(name: str) -> Any:
     return typer.main.get_command(application)
 
 
-def _make_parameter(name: str, kind: Any, help: str, default: Any) -> inspect.Parameter:
-    option = Option(_make_flag(name), help=help, rich_help_panel=find_panel(name))
+def _make_parameter(
+    name: str, kind: Any, help: str, default: Any, panel: str | None = None
+) -> inspect.Parameter:
+    option = Option(_make_flag(name), help=help, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
-
-
-def find_panel(option: str) -> str:
-    """Return the panel of the help that an option is in.
-
-    Example:
-        >>> find_panel("lrs"), find_panel("epochs")
-        ('Methods and rates', 'Training')
-    """
-    return next((panel for panel, names in PANELS.items() if option in names), "Training")
 
 
 def _make_flag(name: str) -> str:

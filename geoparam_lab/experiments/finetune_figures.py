@@ -1,4 +1,4 @@
-"""The figures of fine-tuning: accuracy over the batch size, and over the rate."""
+"""The figure of fine-tuning: accuracy over the batch size."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,15 @@ from geoparam_lab.training.finetune.settings import METHODS
 _BATCHES = """Top-1 accuracy on test images over the batch size, each method at the rate with its
     best accuracy on images held out; means over seeds, and their standard errors. Points are
     shifted a little to the side, so that errors can be told apart."""
-_RATES = """Top-1 accuracy on images held out over the learning rate, with the first seed. Runs
-    that diverged are left out."""
 _SHIFT = 1.03  # between the points of two methods, as a factor of the batch size
 _COLOURS = dict(zip(METHODS, CYCLE, strict=False))
 
 
 def draw(run: Run) -> None:
-    """Draw the figures of a sweep, as far as it is done."""
+    """Draw the figure of a sweep, as far as it is done."""
     records = [record for record in run.records() if math.isfinite(record["top1"])]
     if records:
         run.figure("batch_sizes", draw_batch_sizes(records), _BATCHES)
-        run.figure("rates", draw_rates(records), _RATES)
 
 
 def draw_batch_sizes(records: Sequence[Record]) -> Figure:
@@ -34,7 +31,8 @@ def draw_batch_sizes(records: Sequence[Record]) -> Figure:
     figure, axes = plots.new_figure(1, 1, size=(6.4, 4.2))
     ax = axes[0, 0]
     best = finetune.choose(records)
-    methods = _list_methods(records)
+    trained = {record["method"] for record in records}
+    methods = [method for method in METHODS if method in trained]
     for index, method in enumerate(methods):
         by_batch = group_records(select_records(best, method=method), "batch_size")
         batches, means, errors = [], [], []
@@ -49,30 +47,6 @@ def draw_batch_sizes(records: Sequence[Record]) -> Figure:
     ax.set(xlabel="batch size", ylabel="top-1 accuracy on test images (%)")
     legend_beside(ax)
     return figure
-
-
-def draw_rates(records: Sequence[Record]) -> Figure:
-    """Return accuracy on images held out over the rate, a panel for each batch size."""
-    first = select_records(records, seed=0)
-    batches = sorted({record["batch_size"] for record in first})
-    figure, columns, corner = plots.new_columns(len(batches), 1, size=(3.6, 3.8))
-    for ax, batch in zip(columns[:, 0], batches, strict=True):
-        ax.sharey(columns[0, 0])
-        for method in _list_methods(records):
-            same = select_records(first, batch_size=batch, method=method)
-            same.sort(key=lambda record: record["lr"])
-            rates, top1 = ([record[name] for record in same] for name in ("lr", "select_top1"))
-            ax.plot(rates, top1, color=_COLOURS[method], marker="o", ms=4, label=method)
-        ax.set(xscale="log", xlabel="learning rate")
-        ax.set_title(f"batch size {batch:,}", loc="left")
-    columns[0, 0].set_ylabel("top-1 accuracy on images held out (%)")
-    legend_beside(corner)
-    return figure
-
-
-def _list_methods(records: Sequence[Record]) -> list[str]:
-    trained = {record["method"] for record in records}
-    return [method for method in METHODS if method in trained]
 
 
 def _find_error(values: Sequence[float]) -> float:

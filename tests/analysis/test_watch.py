@@ -139,35 +139,8 @@ def test_tensorboard_reads_them(tmp_path: Path) -> None:
     np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
 
 
-def test_a_csv_file_is_the_data_frame(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    history = watch_run(log=tmp_path / "new" / "run.csv", probe=PROBE).history
-    expected = history.to_pandas()
-    table = pandas.read_csv(tmp_path / "new" / "run.csv")
-    pandas.testing.assert_frame_equal(table, expected, check_dtype=False)
-
-
-def test_a_resumed_csv_file_has_each_step_once(tmp_path: Path) -> None:
-    path, model = tmp_path / "run.csv", network()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    tracker = gp.watch(model, optimizer, PROBE, path, NAMES)
-    train(model, optimizer, 2)
-    state = tracker.state_dict()
-    train(model, optimizer, 1)  # a kill: this step is taken again
-    tracker.close()
-    with pytest.raises(FileExistsError, match="resume=True"):
-        gp.watch(model, optimizer, PROBE, path)
-    options = {"file": tmp_path / "run.npy", "resume": True}
-    tracker = gp.watch(model, optimizer, PROBE, path, NAMES, **options)
-    tracker.load_state_dict(state)
-    train(model, optimizer, 2)
-    tracker.close()
-    steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
-    assert steps == ["step", *(str(step) for step in (1, 2, 3, 4) for _ in range(3))]
-
-
 @pytest.mark.parametrize(
-    "log", [3, "run.txt", True, nn.Linear(1, 1), logging.getLogger(), Writer, []]
+    "log", [3, "run.csv", True, nn.Linear(1, 1), logging.getLogger(), Writer, []]
 )
 def test_a_wrong_log_is_refused_in_words(log: Any) -> None:
     with pytest.raises(ValueError, match=r"log is an object with add_scalar .*; got "):
@@ -243,66 +216,11 @@ def test_an_optimizer_of_another_model_is_warned_of() -> None:
         gp.watch(model, optimizer)
 
 
-def test_a_csv_file_that_exists_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    path.write_text("step,layer\n")
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(FileExistsError, match="resume=True"):
-        gp.watch(model, optimizer, log=path)
-
-
 def test_a_heatmap_without_records_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     tracker = gp.BoundaryTracker(model, probe=torch.ones(4, 2))
     with pytest.raises(ValueError, match="no records"):
         tracker.history.heatmap("dead")
-
-
-@pytest.mark.parametrize("remains", ["1", "13,0,0.5\r\n13,2", "\n"])
-def test_a_csv_file_of_a_killed_process_goes_on_with_whole_lines(
-    tmp_path: Path, remains: str
-) -> None:
-    path, file, model = tmp_path / "run.csv", tmp_path / "run.npy", network()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    options: dict = {"log": path, "quantities": NAMES[:1], "example_inputs": PROBE, "file": file}
-    tracker = gp.watch(model, optimizer, **options)
-    train(model, optimizer, 12)
-    state = tracker.state_dict()
-    tracker.close()
-    with path.open("a", newline="") as torn:
-        torn.write(remains)
-    tracker = gp.watch(model, optimizer, **options, resume=True)
-    tracker.load_state_dict(state)
-    train(model, optimizer, 1)
-    lines = path.read_text().splitlines()
-    assert [line.rpartition(",")[0] for line in lines[-4:]] == [
-        "12,(network)", "13,0", "13,2", "13,(network)",
-    ]  # fmt: skip
-    assert len(lines) == 1 + 13 * 3
-
-
-def test_what_a_failed_write_left_in_a_csv_file_is_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = network(), tmp_path / "run.csv"
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    tracker = gp.watch(model, optimizer, log=path, quantities=NAMES[:1], example_inputs=PROBE)
-    train(model, optimizer, 1)
-
-    def fail(path: Path, *args: Any) -> Any:
-        with open(path, "ab") as file:
-            file.write(b"2,0")
-        raise OSError("full")
-
-    with monkeypatch.context() as full_disk:
-        full_disk.setattr(Path, "open", fail)
-        with pytest.raises(OSError, match="full"):
-            train(model, optimizer, 1)
-    train(model, optimizer, 1)
-    steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
-    assert steps == ["step", *(step for step in "123" for _ in range(3))]
-    assert tracker.history.steps.tolist() == [1, 2, 3]
 
 
 class Unreachable(Run):
@@ -329,16 +247,13 @@ def test_what_a_log_did_not_take_is_sent_with_the_next_record() -> None:
     np.testing.assert_array_equal(values, tracker.history["0"]["rotation_rms"])
 
 
-def test_other_processes_leave_the_log_to_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is there already, the first process has just begun it."""
+def test_other_processes_leave_the_log_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    (tmp_path / "run.csv").touch()
-    tracker = gp.BoundaryTracker(network(), probe=PROBE, log=tmp_path / "run.csv")
+    log = Run()
+    tracker = gp.BoundaryTracker(network(), probe=PROBE, log=log)
     tracker.step()
-    assert (tmp_path / "run.csv").read_text() == ""
+    assert not log.scalars
 
 
 def test_plots_are_of_the_summary_and_of_the_layers_that_are_named() -> None:
