@@ -27,8 +27,7 @@ ENTRIES = {
     "uci": Entry("uci", "EXPERIMENT", "Seven regression sets: table 1."),
     "imagenet32": Entry("images", "IMAGENET32", "VGG-6 on small images: table 2, figure 4."),
     "imagenet": Entry("images", "IMAGENET", "ResNets on ImageNet: table 3."),
-    "text": Entry("text", "TEXT", "A GPT on bytes, at several sizes."),
-    "shakespeare": Entry("text", "SHAKESPEARE", "The same on nanoGPT's shakespeare-char."),
+    "text": Entry("text", "EXPERIMENT", "A GPT on bytes, at several sizes."),
     "finetune": Entry("finetune", "EXPERIMENT", "A pretrained network at small batches."),
 }
 

@@ -4,17 +4,15 @@ A sweep is a grid: methods x sizes x the numbers of each method x seeds (`text.s
 `one_factor`, sizes are varied one at a time around the first of each kind. Every method sees the
 same windows of the text in the same order, and one schedule scales the rates of all of them.
 
-`shakespeare` is the same command with the settings of nanoGPT's shakespeare-char.
 `training.sweeps` says how a sweep is resumed and shared.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.checks import check_counts
 from geoparam_lab.data.texts import load_text
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
@@ -34,28 +32,8 @@ from geoparam_lab.training.text.settings import (
 _AXES = ("methods", *SIZES.values(), *NUMBERS.values(), "schedules", "seeds", "one_factor")
 
 
-@dataclass(frozen=True)
-class ShakespeareSettings(TextSettings):
-    heads: int | None = 6
-    mlp: str = "gelu"
-    dropout: float = 0.2
-    tied: bool = True
-    std: float | None = 0.02
-    warmup: float = 0.02
-    final: float = 0.1
-    beta2: float = 0.99
-    marks: int = 20
-
-
-ShakespeareSettings.__doc__ = TextSettings.__doc__  # the help of its options
-_SETTINGS = {"text": TextSettings, "shakespeare": ShakespeareSettings}
-_METHODS = {"text": ("turn", "muon"), "shakespeare": ("adamw", "turn")}
-_LRS = {"text": None, "shakespeare": [1e-3]}
-
-
 def run(
     out: str | Path,
-    experiment: str = "text",
     *,
     data: str | Path | None = None,
     validation: str | Path | None = None,
@@ -85,12 +63,11 @@ def run(
     """Train a GPT under some methods; write records, curves and a figure to a folder.
 
     Args:
-        experiment: "text" or "shakespeare".
         data: text file to train on, plain or .xz; by default the sources of Python's standard
             library.
         validation: text file to validate on; by default the last tenth of the text.
         methods: methods to train: adamw, muon, angularmuown, muonh, and ours, turn and geometric
-            (without a turn); by default turn and muon, or adamw and turn for shakespeare.
+            (without a turn); by default turn and muon.
         method: one more method, with a grid of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
             be repeated.
         widths: widths of the network.
@@ -100,8 +77,7 @@ def run(
         one_factor: vary width, depth, steps and batch size one at a time around their first
             values, instead of all combinations.
         turns: degrees by which the method turn rotates units in a step, at the schedule's peak.
-        lrs: learning rates of the other methods; of hidden matrices, or of everything for adamw;
-            1e-3 for shakespeare.
+        lrs: learning rates of the other methods; of hidden matrices, or of everything for adamw.
         momenta: momenta of hidden matrices, or adamw's first beta.
         decays: weight decays of muon's hidden matrices, or of everything for adamw.
         rest_lrs: AdamW's rates for embeddings, norms and the output layer.
@@ -118,11 +94,10 @@ def run(
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
     """
-    check_names("experiment", _SETTINGS, experiment)
     check_counts(seeds=seeds, jobs=jobs)
     names = [*(methods or ()), *(method or ())]
     if methods is None and not method:
-        names = list(_METHODS[experiment])
+        names = ["turn", "muon"]
     axes: dict[str, Any] = {
         "methods": names,
         "widths": widths,
@@ -141,14 +116,11 @@ def run(
     for name, values in axes.items():
         axes[name] = None if values is None else list(dict.fromkeys(values))
     axes |= {"seeds": seeds, "one_factor": one_factor}
-    sweep = Sweep(experiment, _SETTINGS[experiment], _AXES, list_tasks, _draw)
+    sweep = Sweep("text", TextSettings, _AXES, list_tasks, _draw)
     config = sweep.make_config(axes, settings)
     check_used(config)
-    config["lrs"] = config["lrs"] or _LRS[experiment]
     tasks = list_tasks(config)  # raises where settings are wrong
 
-    if experiment == "shakespeare" and data is None:
-        raise ValueError("shakespeare needs tiny Shakespeare: give its input.txt as --data.")
     text = load_text(data, validation)
     text.check_length(config["context"])
     config["data"] = text.fingerprint
@@ -212,44 +184,18 @@ _LAYOUTS = (
         title="All settings",
     ),
 )
-_PUBLISHED = "nanoGPT's README has 1.4697, the lowest loss at a mark, for AdamW in this setting."
-
-
-def _make_experiment(name: str, **fields: Any) -> Experiment:
-    return Experiment(
-        name=name,
-        settings=_SETTINGS[name],
-        baseline="muon",
-        rates={},
-        choose=text_results.find_for_tables,
-        finding=text_results.describe,
-        **fields,
-    )
-
-
-TEXT = _make_experiment(
-    "text",
+EXPERIMENT = Experiment(
+    name="text",
     title="A GPT on bytes",
     about="A transformer learns to predict the next byte of a text.",
     summary="A GPT on bytes of a text, under several optimizers and at several sizes. "
     "Wants a GPU.",
     run=run,
+    settings=TextSettings,
     layouts=_LAYOUTS,
+    baseline="muon",
+    rates={},
+    choose=text_results.find_for_tables,
+    finding=text_results.describe,
     remarks=_remark,
-)
-SHAKESPEARE = _make_experiment(
-    "shakespeare",
-    title="nanoGPT's shakespeare-char",
-    about="A small transformer learns tiny Shakespeare, which it sees many times.",
-    summary="nanoGPT's shakespeare-char: the settings of a published number. Wants a GPU.",
-    run=functools.partial(
-        run,
-        experiment="shakespeare",
-        widths=(384,),
-        steps=(5000,),
-        batch_sizes=(64,),
-        schedules=("cosine",),
-    ),
-    layouts=_LAYOUTS,
-    remarks=lambda config: [*_remark(config), _PUBLISHED],
 )

@@ -22,17 +22,17 @@ shift 2
 # Compilers of several jobs would wait for the same cores.
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}
 
-train() { # EXPERIMENT TEXT NAME OPTIONS...
-  local experiment=$1 text=$2 name=$3
-  shift 3
-  python3 -m geoparam run "$experiment" --data "$data/$text" --out "$out/$name" --resume \
+train() { # TEXT NAME OPTIONS...
+  local text=$1 name=$2
+  shift 2
+  python3 -m geoparam run text --data "$data/$text" --out "$out/$name" --resume \
     --jobs "${JOBS:-1}" --compile "$@" ${OPTIONS:-}
 }
 
 run() { # NAME OPTIONS...
   local name=$1
   shift
-  train text python-train.txt.xz "$name" --validation "$data/python-val.txt.xz" \
+  train python-train.txt.xz "$name" --validation "$data/python-val.txt.xz" \
     --batch-sizes 64 "$@"
 }
 
@@ -102,7 +102,10 @@ for part in "$@"; do
         --method turn:turn=1.2:momentum=0.9:rest_decay=0.1,1,5 \
         --method turn:turn=1.7,2.4:momentum=0.8 ;;
     shakespeare)
-      train shakespeare tinyshakespeare.txt text-shakespeare --seeds 1 --method adamw:lr=1e-3 \
+      # nanoGPT's settings
+      train tinyshakespeare.txt text-shakespeare --widths 384 --heads 6 --steps 5000 \
+        --batch-sizes 64 --schedules cosine --warmup 0.02 --final 0.1 --beta2 0.99 --mlp gelu \
+        --dropout 0.2 --tied --std 0.02 --marks 20 --seeds 1 --method adamw:lr=1e-3 \
         --method turn:turn=0.6,1.2,2.4:momentum=0.95,0.9:rest_lr=1e-3,3e-3 ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac

@@ -245,16 +245,6 @@ def test_mistaken_options_are_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_shakespeare_is_nanogpts_setting_and_asks_for_its_text(tmp_path: Path) -> None:
-    run = text.SHAKESPEARE.run
-    assert run is not None
-    with pytest.raises(ValueError, match="give its input.txt as --data"):
-        run(tmp_path)
-    found = find_defaults(text.ShakespeareSettings)
-    expected = {"heads": 6, "dropout": 0.2, "beta2": 0.99, "tied": True, "mlp": "gelu"}
-    assert found | expected == found and found["marks"] == 20
-
-
 def test_the_commands_options_are_the_settings(data: Path, tmp_path: Path) -> None:
     typer = pytest.importorskip("typer.testing")
     from geoparam_lab.cli import app
