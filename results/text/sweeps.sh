@@ -102,11 +102,12 @@ for part in "$@"; do
         --method turn:turn=1.2:momentum=0.9:rest_decay=0.1,1,5 \
         --method turn:turn=1.7,2.4:momentum=0.8 ;;
     shakespeare)
-      # nanoGPT's settings
-      train tinyshakespeare.txt text-shakespeare --widths 384 --heads 6 --steps 5000 \
-        --batch-sizes 64 --schedules cosine --warmup 0.02 --final 0.1 --beta2 0.99 --mlp gelu \
-        --dropout 0.2 --tied --std 0.02 --marks 20 --seeds 1 --method adamw:lr=1e-3 \
-        --method turn:turn=0.6,1.2,2.4:momentum=0.95,0.9:rest_lr=1e-3,3e-3 ;;
+      nanogpt=(--widths 384 --heads 6 --steps 5000 --batch-sizes 64 --warmup 0.02 --beta2 0.99
+        --mlp gelu --dropout 0.2 --tied --std 0.02 --marks 20 --seeds 1 --method adamw:lr=1e-3)
+      train tinyshakespeare.txt text-shakespeare "${nanogpt[@]}" --schedules cosine --final 0.1 \
+        --method turn:turn=0.6,1.2,2.4:momentum=0.9:rest_lr=1e-3,3e-3
+      train tinyshakespeare.txt text-shakespeare-to-0 "${nanogpt[@]}" --schedules linear --final 0 \
+        --method turn:turn=0.6,1.2,2.4:momentum=0.9:rest_lr=1e-3,3e-3 ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac
 done
