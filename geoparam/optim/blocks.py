@@ -128,7 +128,7 @@ class Layers:
         self.processes = find_process_group(first.param) if first.is_sharded else None
 
     def sums(self, *per_row: Tensor) -> Sequence[Tensor]:
-        """Return the sums of each quantity; NaN and infinity count as 0: they harm no other row."""
+        """Return each quantity's sums; NaN and infinity count as 0: they harm no other row."""
         # One after the other: a GPU sums each column of a matrix by a single thread.
         rows = torch.cat([x.to(self.sizes.dtype) for x in per_row]).nan_to_num(0.0, 0.0, 0.0)
         lengths = self.counts.repeat(len(per_row))
