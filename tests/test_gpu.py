@@ -251,7 +251,7 @@ def test_a_step_keeps_no_scratch_memory(base: Any) -> None:
     assert torch.cuda.memory_allocated() - first < 1.2 * needed
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn"])
+@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn", "angles", "bounded"])
 def test_a_warm_step_never_waits(kind: str) -> None:
     model, optimizer = start_on_gpu(kind)
     plain_models.train(model, optimizer)
