@@ -5,7 +5,7 @@
     move            from the old latitudes by the increments; rows may be turned back
     compute         w = r u
 
-Latitudes are stored times a length, one for each row; gradients and increments belong to these
+Latitudes are stored times a length, one for each row; gradients and increments are those of these
 products. All rows of all matrices are numbered one after the other. Their elements are one flat
 tensor, so are their latitudes, and a quantity of a row (r, length, ...) is another one, all in
 float32 or all in float64.
@@ -33,30 +33,30 @@ class AngleRows:
     """The rows of matrices of given shapes (rows, n), n > 1; equal neighbours count as one matrix.
 
     Example:
-        >>> rows, r, length = AngleRows([(1, 2)]), torch.zeros(1), torch.tensor([2.0])
+        >>> rows = AngleRows([(1, 2)], length=torch.tensor([2.0]))
         >>> w, g, stored, grad = torch.tensor([3.0, 4.0]), torch.ones(2), *torch.zeros(2, 1)
-        >>> rows.take_up(w, torch.zeros(2), stored, length, r)
+        >>> r = torch.zeros(1)
+        >>> rows.take_up(w, torch.zeros(2), stored, r)
         tensor([5.])
-        >>> stored / length  # atan(3 / 4)
-        tensor([0.6435])
-        >>> rows.differentiate(g, stored, length, r, r, grad), grad  # (4 - 3) / 2
+        >>> stored  # 2 atan(3 / 4)
+        tensor([1.2870])
+        >>> rows.differentiate(g, stored, r, r, grad), grad  # (4 - 3) / 2
         (tensor([1.4000]), tensor([0.5000]))
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], length: Tensor) -> None:
+        self.length = length
         self.matrices: list[tuple[int, int]] = []
         for n, members in groupby(shapes, key=lambda shape: shape[1]):
             self.matrices.append((sum(rows for rows, _ in members), n))
 
-    def take_up(
-        self, w: Tensor, written: Tensor, stored: Tensor, length: Tensor, r: Tensor
-    ) -> Tensor:
+    def take_up(self, w: Tensor, written: Tensor, stored: Tensor, r: Tensor) -> Tensor:
         """Read rows that are not as `written` into `stored` and r, which keeps its sign.
 
         A row of zeros keeps what is stored. `written` becomes w. Return r, 0 for rows of zeros.
         """
         results = []
-        parts = self._cut((w, written), (stored,), (length, r))
+        parts = self._cut((w, written), (stored,), (self.length, r))
         for w, written, stored, length, r in parts:
             is_zero = ~w.any(dim=1)
             is_changed = (w != written).any(dim=1)
@@ -73,7 +73,6 @@ class AngleRows:
         self,
         g: Tensor,
         stored: Tensor,
-        length: Tensor,
         r: Tensor,
         r_stored: Tensor,
         grad: Tensor,
@@ -83,7 +82,7 @@ class AngleRows:
         r is 0 for rows of zeros. Of a new row it is -|g|: its r will grow along the descent.
         """
         results = []
-        parts = self._cut((g,), (stored, grad), (length, r, r_stored))
+        parts = self._cut((g,), (stored, grad), (self.length, r, r_stored))
         for g, stored, grad, length, r, r_stored in parts:
             latitude = stored / length[:, None]
             by_latitude, by_r = weight.backward(g, latitude, r, False, None)
@@ -98,7 +97,6 @@ class AngleRows:
         self,
         increment: Tensor,
         stored: Tensor,
-        length: Tensor,
         w: Tensor,
         g: Tensor,
         r_before: Tensor,
@@ -113,7 +111,7 @@ class AngleRows:
         gradient is 0.
         """
         results = []
-        parts = self._cut((w, g), (increment, stored), (length, r_before, r_stored, r))
+        parts = self._cut((w, g), (increment, stored), (self.length, r_before, r_stored, r))
         for w, g, increment, stored, length, r_before, r_stored, r in parts:
             results.append(increment.any(dim=1) | (r != r_before))
             increment.add_(stored)
@@ -127,11 +125,9 @@ class AngleRows:
             _put(r, is_new, is_born * r.abs())
         return torch.cat(results)
 
-    def compute(
-        self, stored: Tensor, length: Tensor, r: Tensor, is_chosen: Tensor, w: Tensor
-    ) -> None:
+    def compute(self, stored: Tensor, r: Tensor, is_chosen: Tensor, w: Tensor) -> None:
         """Write r u to the chosen rows of w."""
-        parts = self._cut((w,), (stored,), (length, r, is_chosen))
+        parts = self._cut((w,), (stored,), (self.length, r, is_chosen))
         for w, stored, length, r, is_chosen in parts:
             _put(w, is_chosen[:, None], _compute(stored, length, r))
 
@@ -179,10 +175,10 @@ def _is_none(is_chosen: Tensor) -> bool:
     return is_chosen.is_cpu and not is_chosen.any()
 
 
-def angle_rows_for(shapes: Sequence[tuple[int, int]], like: Tensor) -> AngleRows:
+def angle_rows_for(shapes: Sequence[tuple[int, int]], length: Tensor) -> AngleRows:
     """Return the rows in the fastest form for their type and device."""
-    if sum(count for count, _ in shapes) and choose_kernels(like) == "triton":
+    if sum(count for count, _ in shapes) and choose_kernels(length) == "triton":
         from geoparam.kernels.angles_triton import TritonAngleRows  # needs Triton
 
-        return TritonAngleRows(shapes, like)
-    return AngleRows(shapes)
+        return TritonAngleRows(shapes, length)
+    return AngleRows(shapes, length)

@@ -20,49 +20,51 @@ _CHUNK = tl.constexpr(256)  # in float64
 class TritonAngleRows(AngleRows):
     """Rows on a GPU, by the kernels below."""
 
-    def __init__(self, shapes, like):
-        super().__init__(shapes)
+    def __init__(self, shapes, length):
+        super().__init__(shapes, length)
         counts, widths = torch.tensor(shapes, device="cpu").unbind(dim=1)
         ends = widths.repeat_interleave(counts).cumsum(0)
-        self.start = torch.cat([ends.new_zeros(1), ends]).to(like.device)
+        self.start = torch.cat([ends.new_zeros(1), ends]).to(length.device)
         self.total = len(ends)
 
         widest = int(widths.max())
         block = max(16, min(triton.next_power_of_2(widest), _BLOCK))
         self.chunks = triton.cdiv(widest, block)
         self.warps = max(1, block // 256)
-        working_type = tl.float64 if like.dtype == torch.float64 else tl.float32
+        working_type = tl.float64 if length.dtype == torch.float64 else tl.float32
         self.layout = {"TYPE": working_type, "BLOCK": block, "ONE_CHUNK": self.chunks == 1}
 
-    def take_up(self, w, written, stored, length, r):
+    def take_up(self, w, written, stored, r):
         r_read = torch.empty_like(r)
         block = self.layout["BLOCK"]
-        self._launch(_take_up, w, written, stored, length, r, r_read, BLOCK=block)
+        self._launch(_take_up, w, written, stored, r, r_read, BLOCK=block)
         return r_read
 
-    def differentiate(self, g, stored, length, r, r_stored, grad):
+    def differentiate(self, g, stored, r, r_stored, grad):
         grad_r = torch.empty_like(r)
         starts = torch.empty((self.total, self.chunks), dtype=r.dtype, device=r.device)
-        tensors = g, stored, length, r, r_stored, grad, grad_r, starts, self.chunks
+        tensors = g, stored, r, r_stored, grad, grad_r, starts, self.chunks
         self._launch(_differentiate, *tensors, **self.layout)
         return grad_r
 
-    def move(self, increment, stored, length, w, g, r_before, r_stored, r, max_angle):
+    def move(self, increment, stored, w, g, r_before, r_stored, r, max_angle):
         is_moved = torch.empty_like(r, dtype=torch.bool)
         v, most = w, r  # pointers are needed, also if they are not read
         if max_angle is not None:
             v = torch.empty_like(w)
             most = torch.full((1,), max_angle, dtype=torch.float64, device=r.device)
-        tensors = increment, stored, length, w, g, r_before, r_stored, r, is_moved, v, most
+        tensors = increment, stored, w, g, r_before, r_stored, r, is_moved, v, most
         self._launch(_move, *tensors, BOUNDED=max_angle is not None, **self.layout)
         return is_moved
 
-    def compute(self, stored, length, r, is_chosen, w):
-        self._launch(_compute, stored, length, r, is_chosen, w, **self.layout)
+    def compute(self, stored, r, is_chosen, w):
+        self._launch(_compute, stored, r, is_chosen, w, **self.layout)
 
     def _launch(self, kernel, *arguments, **constants):
         with torch.cuda.device_of(self.start):  # nothing in Triton's interpreter
-            kernel[(self.total,)](self.start, *arguments, **constants, num_warps=self.warps)
+            kernel[(self.total,)](
+                self.start, self.length, *arguments, **constants, num_warps=self.warps
+            )
 
 
 @triton.jit
@@ -75,7 +77,7 @@ def _find_row(start):
 
 
 @triton.jit
-def _take_up(start, w, written, stored, length, r, r_read, BLOCK: tl.constexpr):
+def _take_up(start, length, w, written, stored, r, r_read, BLOCK: tl.constexpr):
     row, first, first_angle, n = _find_row(start)
     w += first
     written += first
@@ -103,7 +105,7 @@ def _take_up(start, w, written, stored, length, r, r_read, BLOCK: tl.constexpr):
 
 @triton.jit
 def _differentiate(
-    start, g, stored, length, r, r_stored, grad, grad_r, starts, chunks,
+    start, length, g, stored, r, r_stored, grad, grad_r, starts, chunks,
     TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, first, first_angle, n = _find_row(start)
@@ -121,7 +123,7 @@ def _differentiate(
 
 @triton.jit
 def _move(
-    start, increment, stored, length, w, g, r_before, r_stored, r, is_moved, v, most,
+    start, length, increment, stored, w, g, r_before, r_stored, r, is_moved, v, most,
     BOUNDED: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
     # v (elements,) is memory for the moved units. increment, r and is_moved are written.
@@ -159,7 +161,7 @@ def _move(
 
 @triton.jit
 def _compute(
-    start, stored, length, r, is_chosen, w,
+    start, length, stored, r, is_chosen, w,
     TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, first, first_angle, n = _find_row(start)

@@ -32,7 +32,7 @@ class AngularBlock(Block):
         metrics = torch.cat([weight.state["metric"] for weight in self.weights])
         self.scale = self._find_scale(metrics)
         shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
-        self.angles = angle_rows_for(shapes, self.stored_r)
+        self.angles = angle_rows_for(shapes, self.scale)
         self._add_angles([rows * (n - 1) for rows, n in shapes])
 
         sizes = [rows * n for rows, n in shapes]
@@ -95,12 +95,11 @@ class AngularBlock(Block):
         self.g = self._join(weight.find_gradient() for weight in self.weights)
         if not self.has_written:
             every = torch.ones_like(self.stored_r, dtype=torch.bool)
-            self.angles.compute(self.stored, self.scale, self.stored_r, every, self.new_rows)
+            self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
 
-        stored = self.stored, self.scale
-        self.r_before = self.angles.take_up(self.w, self.new_rows, *stored, self.stored_r)
+        self.r_before = self.angles.take_up(self.w, self.new_rows, self.stored, self.stored_r)
         grad_r = self.angles.differentiate(
-            self.g, *stored, self.r_before, self.stored_r, self.gradient
+            self.g, self.stored, self.r_before, self.stored_r, self.gradient
         )
         self.grad_r.copy_(grad_r)
 
@@ -111,7 +110,6 @@ class AngularBlock(Block):
         is_moved = self.angles.move(
             self.increment,
             self.stored,
-            self.scale,
             self.w,
             self.g,
             self.r_before,
@@ -120,5 +118,5 @@ class AngularBlock(Block):
             max_angle,
         )
         r = self.r.where(~self.is_pruned, 0)
-        self.angles.compute(self.increment, self.scale, r, is_moved, self.new_rows)
+        self.angles.compute(self.increment, r, is_moved, self.new_rows)
         self.has_written = True

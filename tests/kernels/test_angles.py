@@ -29,8 +29,6 @@ PRUNED, NEW, WITHOUT_GRADIENT, WRITTEN = [1, 8, 14], [2, 9, 15], [3, 10], [0, 7,
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_triton = pytest.mark.interpreter if INTERPRETED else pytest.mark.gpu
-every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-every_bound = pytest.mark.parametrize("max_angle", [None, math.radians(20.0)], ids=str)
 
 
 def find_row(flat: Tensor, row: int) -> Tensor:
@@ -51,7 +49,8 @@ def draw_rows(dtype: torch.dtype) -> dict[str, Tensor]:
         "increment": 0.3 * torch.randn(size - TOTAL, dtype=dtype),
     }
     every = torch.ones(TOTAL, dtype=torch.bool)
-    AngleRows(SHAPES).compute(rows["stored"], rows["length"], rows["r"], every, rows["w"])
+    kernels = AngleRows(SHAPES, rows["length"])
+    kernels.compute(rows["stored"], rows["r"], every, rows["w"])
     rows["written"] = rows["w"].clone()
 
     rows["r"][[*NEW, *WITHOUT_GRADIENT]] = 0
@@ -68,45 +67,35 @@ def draw_rows(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def step(kernels: Any, rows: dict[str, Tensor], max_angle: float | None) -> dict[str, Tensor]:
     """Return all that the functions give in a step of these rows."""
-    w, g, r_stored, increment = (rows[key] for key in ("w", "g", "r", "increment"))
-    stored = rows["stored"], rows["length"]
-    before = kernels.take_up(w, rows["written"], *stored, r_stored)
+    w, g, stored, increment = (rows[key] for key in ("w", "g", "stored", "increment"))
+    r_stored = rows["r"]
+    before = kernels.take_up(w, rows["written"], stored, r_stored)
     assert torch.equal(rows["written"], w)
 
     grad = torch.full_like(increment, torch.nan)
-    grad_r = kernels.differentiate(g, *stored, before, r_stored, grad)
+    grad_r = kernels.differentiate(g, stored, before, r_stored, grad)
 
     r = before + 0.1
     r[1] = before[1]
     r[NEW[1]] = -0.1
-    is_moved = kernels.move(increment, *stored, w, g, before, r_stored, r, max_angle)
-    kernels.compute(increment, rows["length"], r, is_moved, rows["written"])
+    is_moved = kernels.move(increment, stored, w, g, before, r_stored, r, max_angle)
+    kernels.compute(increment, r, is_moved, rows["written"])
     found = {"before": before, "grad_r": grad_r, "grad": grad, "r": r, "is_moved": is_moved}
     return {**rows, **found}
 
 
 @on_triton
-@every_dtype
-@every_bound
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("max_angle", [None, math.radians(20.0)], ids=["free", "bounded"])
 def test_kernels_step_as_plain_torch(dtype: torch.dtype, max_angle: float | None) -> None:
     pytest.importorskip("triton")
     triton_rows = importlib.import_module("geoparam.kernels.angles_triton").TritonAngleRows
     rows = draw_rows(dtype)
     on_device = {key: x.clone().to(DEVICE) for key, x in rows.items()}
-    found = step(triton_rows(SHAPES, on_device["r"]), on_device, max_angle)
-    expected = step(AngleRows(SHAPES), rows, max_angle)
+    found = step(triton_rows(SHAPES, on_device["length"]), on_device, max_angle)
+    expected = step(AngleRows(SHAPES, rows["length"]), rows, max_angle)
     found = {key: x.cpu() for key, x in found.items()}
     torch.testing.assert_close(found, expected, rtol=BOUNDS[dtype], atol=10 * BOUNDS[dtype])
-
-
-@every_dtype
-@every_bound
-def test_rows_step_beside_others_as_alone(dtype: torch.dtype, max_angle: float | None) -> None:
-    rows = draw_rows(dtype)
-    alone = {key: x.clone() for key, x in rows.items()}
-    expected = step(AngleRows(SHAPES), rows, max_angle)
-    found = step(AngleRows([(1, width) for width in WIDTHS]), alone, max_angle)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @on_triton
