@@ -32,19 +32,18 @@ class TritonAngleRows(AngleRows):
         self.chunks = triton.cdiv(widest, block)
         self.warps = max(1, block // 256)
         working_type = tl.float64 if length.dtype == torch.float64 else tl.float32
-        self.layout = {"TYPE": working_type, "BLOCK": block, "ONE_CHUNK": self.chunks == 1}
+        self.constants = {"TYPE": working_type, "BLOCK": block, "ONE_CHUNK": self.chunks == 1}
 
     def take_up(self, w, written, stored, r):
         r_read = torch.empty_like(r)
-        block = self.layout["BLOCK"]
-        self._launch(_take_up, w, written, stored, r, r_read, BLOCK=block)
+        self._launch(_take_up, w, written, stored, r, r_read)
         return r_read
 
     def differentiate(self, g, stored, r, r_stored, grad):
         grad_r = torch.empty_like(r)
         starts = torch.empty((self.total, self.chunks), dtype=r.dtype, device=r.device)
-        tensors = g, stored, r, r_stored, grad, grad_r, starts, self.chunks
-        self._launch(_differentiate, *tensors, **self.layout)
+        tensors = g, stored, r, r_stored, grad, grad_r, starts
+        self._launch(_differentiate, *tensors, self.chunks)
         return grad_r
 
     def move(self, increment, stored, w, g, r_before, r_stored, r, max_angle):
@@ -54,17 +53,16 @@ class TritonAngleRows(AngleRows):
             v = torch.empty_like(w)
             most = torch.full((1,), max_angle, dtype=torch.float64, device=r.device)
         tensors = increment, stored, w, g, r_before, r_stored, r, is_moved, v, most
-        self._launch(_move, *tensors, BOUNDED=max_angle is not None, **self.layout)
+        self._launch(_move, *tensors, BOUNDED=max_angle is not None)
         return is_moved
 
     def compute(self, stored, r, is_chosen, w):
-        self._launch(_compute, stored, r, is_chosen, w, **self.layout)
+        self._launch(_compute, stored, r, is_chosen, w)
 
-    def _launch(self, kernel, *arguments, **constants):
+    def _launch(self, kernel, *arguments, **options):
+        arguments = self.start, self.length, *arguments
         with torch.cuda.device_of(self.start):  # nothing in Triton's interpreter
-            kernel[(self.total,)](
-                self.start, self.length, *arguments, **constants, num_warps=self.warps
-            )
+            kernel[(self.total,)](*arguments, **self.constants, **options, num_warps=self.warps)
 
 
 @triton.jit
@@ -77,7 +75,10 @@ def _find_row(start):
 
 
 @triton.jit
-def _take_up(start, length, w, written, stored, r, r_read, BLOCK: tl.constexpr):
+def _take_up(
+    start, length, w, written, stored, r, r_read,
+    TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr,
+):  # fmt: skip
     row, first, first_angle, n = _find_row(start)
     w += first
     written += first
@@ -124,7 +125,7 @@ def _differentiate(
 @triton.jit
 def _move(
     start, length, increment, stored, w, g, r_before, r_stored, r, is_moved, v, most,
-    BOUNDED: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr,
+    TYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     # v (elements,) is memory for the moved units. increment, r and is_moved are written.
     row, first, first_angle, n = _find_row(start)
@@ -230,7 +231,6 @@ def _write_latitudes(x, by_x, y, by_y, n, stored, length):
         latitude = _find_angle(here, tl.where(k == n - 2, after, rest))
         tl.store(stored + k, (at_length * latitude).to(stored.dtype.element_ty), k < n - 1)
         beyond += tl.sum(after * after, 0)
-    tl.debug_barrier()  # other threads read what is stored
 
     first = tl.sum(tl.where(column == 0, _load(x, by_x, y, by_y, column, n), 0.0), 0) / unit
     return unit * tl.sqrt(beyond + first * first)

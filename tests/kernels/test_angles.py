@@ -61,7 +61,7 @@ def draw_rows(dtype: torch.dtype) -> dict[str, Tensor]:
     for row in WITHOUT_GRADIENT:
         find_row(rows["g"], row).zero_()
     find_row(rows["g"], NEW[0]).mul_(1e-30)
-    rows["increment"][:14] = 0  # of the first three rows, and a part of the fourth
+    rows["increment"][:17] = 0  # of the first five rows
     return rows
 
 
@@ -69,6 +69,10 @@ def step(kernels: Any, rows: dict[str, Tensor], max_angle: float | None) -> dict
     """Return all that the functions give in a step of these rows."""
     w, g, stored, increment = (rows[key] for key in ("w", "g", "stored", "increment"))
     r_stored = rows["r"]
+    latitudes = stored.clone()
+    kernels.take_up(rows["written"], rows["written"].clone(), stored, r_stored)
+    assert torch.equal(stored, latitudes)  # no row was written
+
     before = kernels.take_up(w, rows["written"], stored, r_stored)
     assert torch.equal(rows["written"], w)
 
@@ -76,10 +80,12 @@ def step(kernels: Any, rows: dict[str, Tensor], max_angle: float | None) -> dict
     grad_r = kernels.differentiate(g, stored, before, r_stored, grad)
 
     r = before + 0.1
-    r[1] = before[1]
+    r[[1, 4]] = before[[1, 4]]
     r[NEW[1]] = -0.1
     is_moved = kernels.move(increment, stored, w, g, before, r_stored, r, max_angle)
     kernels.compute(increment, r, is_moved, rows["written"])
+    for row in (1, 4):
+        assert torch.equal(find_row(rows["written"], row), find_row(w, row))
     found = {"before": before, "grad_r": grad_r, "grad": grad, "r": r, "is_moved": is_moved}
     return {**rows, **found}
 
