@@ -263,7 +263,12 @@ def test_a_warm_step_never_waits(kind: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [{}, {"turn": 2.0}, {"coordinates": "angles"}], ids=str)
+ANGLES = {"coordinates": "angles"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"turn": 2.0}, ANGLES, {**ANGLES, "max_turn": 2.0}], ids=str
+)
 def test_a_captured_step_goes_on_as_an_eager_one(options: Any) -> None:
     capturable = {"base": torch.optim.Adam, "capturable": True}
     capturable["lr"] = torch.tensor(0.01, device="cuda")

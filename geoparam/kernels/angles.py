@@ -70,12 +70,7 @@ class AngleRows:
         return torch.cat(results)
 
     def differentiate(
-        self,
-        g: Tensor,
-        stored: Tensor,
-        r: Tensor,
-        r_stored: Tensor,
-        grad: Tensor,
+        self, g: Tensor, stored: Tensor, r: Tensor, r_stored: Tensor, grad: Tensor
     ) -> Tensor:
         """Write the gradient of `stored` to `grad`; return that of r, for g = dL/dw.
 

@@ -18,13 +18,13 @@ from geoparam import sphere
 from geoparam.kernels import selection
 from geoparam.kernels.angles import AngleRows
 
-SHAPES = [(4, 5), (0, 4), (3, 2), (3, 40), (4, 5), (4, 1030)]
+SHAPES = [(4, 5), (0, 4), (3, 2), (3, 40), (4, 5), (2, 1030)]
 WIDTHS = [width for count, width in SHAPES for _ in range(count)]
 TOTAL = len(WIDTHS)
 BOUNDS = {torch.float32: 4e-6, torch.float64: 1e-12}
 
 # Rows whose w is zero, by their numbers, and rows that were written since the last step.
-PRUNED, NEW, WITHOUT_GRADIENT, WRITTEN = [1, 8, 14], [2, 9, 15], [3, 10], [0, 7, 16]
+PRUNED, NEW, WITHOUT_GRADIENT, WRITTEN = [1, 8], [2, 9, 14], [3, 10], [0, 7, 15]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
