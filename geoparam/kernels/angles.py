@@ -58,15 +58,15 @@ class AngleRows:
         results = []
         parts = self._cut((w, written), (stored,), (self.length, r))
         for w, written, stored, length, r in parts:
-            is_zero = ~w.any(dim=1)
+            has_direction = w.any(dim=1)
             is_changed = (w != written).any(dim=1)
             if not _is_none(is_changed):
                 written.copy_(w)
                 sign = torch.where(r < 0, -1, 1)
-                is_changed &= ~is_zero
+                is_changed &= has_direction
                 _put(r, is_changed, sphere.length(w) * sign)
                 _store(stored, is_changed, w * sign[:, None], length)
-            results.append(r.where(~is_zero, 0))
+            results.append(r.where(has_direction, 0))
         return torch.cat(results)
 
     def differentiate(
@@ -83,9 +83,12 @@ class AngleRows:
             by_latitude, by_r = weight.backward(g, latitude, r, False, None)
             torch.div(by_latitude, length[:, None], out=grad)
 
-            is_new = (r == 0) & (r_stored == 0)
-            by_r = by_r.where(r != 0, 0)
-            results.append(torch.where(is_new, -g.norm(dim=1), by_r))
+            is_zero = r == 0
+            if not _is_none(is_zero):
+                by_r = by_r.where(~is_zero, 0)
+                is_new = is_zero & (r_stored == 0)
+                by_r = torch.where(is_new, -g.norm(dim=1), by_r)
+            results.append(by_r)
         return torch.cat(results)
 
     def move(
@@ -114,10 +117,11 @@ class AngleRows:
                 _turn_back(increment, length, w, r_before, max_angle)
 
             is_new = (r_before == 0) & (r_stored == 0)
-            is_born = is_new & g.any(dim=1)
-            sign = torch.where(r < 0, 1, -1)
-            _store(increment, is_born, g * sign[:, None], length)
-            _put(r, is_new, is_born * r.abs())
+            if not _is_none(is_new):
+                is_born = is_new & g.any(dim=1)
+                sign = torch.where(r < 0, 1, -1)
+                _store(increment, is_born, g * sign[:, None], length)
+                _put(r, is_new, is_born * r.abs())
         return torch.cat(results)
 
     def compute(self, stored: Tensor, r: Tensor, is_chosen: Tensor, w: Tensor) -> None:
@@ -130,14 +134,13 @@ class AngleRows:
         self, elements: Sequence[Tensor], angles: Sequence[Tensor], per_row: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield each matrix's part of flat tensors."""
-        rows, n = 0, 0  # those before
-        for count, width in self.matrices:
-            parts = [x[n:][: count * width].view(count, width) for x in elements]
-            shape = count, width - 1
-            parts += [x[n - rows :][: math.prod(shape)].view(shape) for x in angles]
-            yield *parts, *[x[rows : rows + count] for x in per_row]
-            rows += count
-            n += count * width
+        row = first = 0
+        for rows, n in self.matrices:
+            last_row, last = row + rows, first + rows * n
+            parts = [x[first:last].view(rows, n) for x in elements]
+            parts += [x[first - row : last - last_row].view(rows, n - 1) for x in angles]
+            yield *parts, *[x[row:last_row] for x in per_row]
+            row, first = last_row, last
 
 
 def _compute(stored: Tensor, length: Tensor, r: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from geoparam import sphere
 from geoparam.kernels.angles import angle_rows_for
@@ -85,8 +86,8 @@ class AngularBlock(Block):
         """Return the rows of tensors that are laid out as the weights, one after the other."""
         rows = []
         for weight, x in zip(self.weights, tensors, strict=True):
-            rows.append(weight.unit.layout.to_units_first(x).flatten())
-        return torch.cat(rows)
+            rows.append(weight.unit.layout.to_units_first(x))
+        return _flatten_dense_tensors(rows)
 
     # ---- before the optimizers step
 
