@@ -253,7 +253,7 @@ def test_a_step_keeps_no_scratch_memory(base: Any) -> None:
     assert torch.cuda.memory_allocated() - first < 1.2 * needed
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn"])
+@pytest.mark.parametrize("kind", ["SGD", "Muon", "turn", "angles", "bounded"])
 def test_a_warm_step_never_waits(kind: str) -> None:
     model, optimizer = start_on_gpu(kind)
     plain_models.train(model, optimizer)
@@ -265,7 +265,12 @@ def test_a_warm_step_never_waits(kind: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [{}, {"turn": 2.0}, {"coordinates": "angles"}], ids=str)
+ANGLES = {"coordinates": "angles"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"turn": 2.0}, ANGLES, {**ANGLES, "max_turn": 2.0}], ids=str
+)
 def test_a_captured_step_goes_on_as_an_eager_one(options: Any) -> None:
     capturable = {"base": torch.optim.Adam, "capturable": True}
     capturable["lr"] = torch.tensor(0.01, device="cuda")

@@ -93,18 +93,26 @@ def _forward_kernel(
     ONE_CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    latitude += row * (n - 1)
+    scale = tl.load(r + row).to(TYPE) if SCALED else tl.full((), 1, TYPE)
+    write_row(latitude + row * (n - 1), 1, scale, weight + row * n, n, TYPE, BLOCK, ONE_CHUNK)
+
+
+@triton.jit
+def write_row(
+    latitude, length, scale, weight, n, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write one row of a weight from its latitudes, stored times `length`."""
     near, far = tl.full((), 0, TYPE), tl.full((), 1, TYPE)  # the product so far
-    scale = tl.load(r + row).to(TYPE) if SCALED else far
     for start in range(0, 1 if ONE_CHUNK else n, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        before = tl.load(latitude + k - 1, (k > 0) & (k < n), 0).to(TYPE)
+        before = _load(latitude + k - 1, (k > 0) & (k < n), length, TYPE)
         _, near_here, far_here = sine_and_cosine(before)
         near_here, far_here = tl.associative_scan((near_here, far_here), 0, multiply)
         near_here, far_here = multiply(near, far, near_here, far_here)
-        sine, _, _ = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
+        sine, _, _ = sine_and_cosine(_load(latitude + k, k < n - 1, length, TYPE))
         u = tl.where(k == n - 1, 1.0, sine) * product(near_here, far_here)
-        tl.store(weight + row * n + k, (scale * u).to(weight.dtype.element_ty), k < n)
+        tl.store(weight + k, (scale * u).to(weight.dtype.element_ty), k < n)
         if not ONE_CHUNK:
             is_last = k == start + BLOCK - 1
             near = tl.sum(tl.where(is_last, near_here, 0.0), 0)
@@ -127,24 +135,37 @@ def _backward_kernel(
     NATURAL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    chunks = 1 if ONE_CHUNK else tl.cdiv(n, BLOCK)
     latitude += row * (n - 1)
-    grad += row * n
-    starts += row * chunks
-    if not ONE_CHUNK:
-        _write_starts(latitude, starts, n, chunks, TYPE, BLOCK)
+    grad_latitude += row * (n - 1)
+    starts += row * tl.cdiv(n, BLOCK)
     scale = tl.load(r + row).to(TYPE) if SCALED else tl.full((), 1, TYPE)
+    by_r = write_gradient(
+        latitude, 1, scale, grad + row * n, grad_latitude, starts, n, TYPE, BLOCK, ONE_CHUNK,
+        NATURAL,
+    )  # fmt: skip
+    tl.store(grad_r + row, by_r.to(grad_r.dtype.element_ty))
+
+
+@triton.jit
+def write_gradient(
+    latitude, length, scale, grad, grad_latitude, starts, n, TYPE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE_CHUNK: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one row's stored latitudes; return dL/dr."""
+    chunks = 1 if ONE_CHUNK else tl.cdiv(n, BLOCK)
+    if not ONE_CHUNK:
+        _write_starts(latitude, length, starts, n, chunks, TYPE, BLOCK)
     beyond = tl.full((), 0, TYPE)  # the sum of g u right of the chunk
     for step in range(0, chunks):
         chunk = chunks - 1 - step
         k = chunk * BLOCK + tl.arange(0, BLOCK)
-        sine, near, far = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
+        sine, near, far = sine_and_cosine(_load(latitude + k, k < n - 1, length, TYPE))
         tangent = sine / product(near, far)
         near_here, far_here = tl.associative_scan((near, far), 0, multiply)
         q = product(near_here, far_here)
         if not ONE_CHUNK:
             q *= tl.load(starts + chunk)
-        next_sine, _, _ = sine_and_cosine(tl.load(latitude + k + 1, k < n - 2, 0).to(TYPE))
+        next_sine, _, _ = sine_and_cosine(_load(latitude + k + 1, k < n - 2, length, TYPE))
         next_u = tl.where(k == n - 2, 1.0, next_sine) * q
         terms = tl.load(grad + k + 1, k < n - 1, 0).to(TYPE) * next_u
         s = tl.cumsum(terms, 0, reverse=True) + beyond
@@ -152,25 +173,29 @@ def _backward_kernel(
         if NATURAL:
             p = q / product(near, far)
             change /= tl.maximum(p * p, tl.full((), _SMALLEST_METRIC, TYPE))
-        out = (scale * change).to(grad_latitude.dtype.element_ty)
-        tl.store(grad_latitude + row * (n - 1) + k, out, k < n - 1)
+        out = (scale * change / length).to(grad_latitude.dtype.element_ty)
+        tl.store(grad_latitude + k, out, k < n - 1)
         beyond += tl.sum(terms, 0)
-    sine, _, _ = sine_and_cosine(tl.load(latitude, n > 1, 0).to(TYPE))
-    beyond += tl.load(grad).to(TYPE) * tl.where(n == 1, 1.0, sine)
-    tl.store(grad_r + row, beyond.to(grad_r.dtype.element_ty))
+    sine, _, _ = sine_and_cosine(_load(latitude, n > 1, length, TYPE))
+    return beyond + tl.load(grad).to(TYPE) * tl.where(n == 1, 1.0, sine)
 
 
 @triton.jit
-def _write_starts(latitude, starts, n, chunks, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _write_starts(latitude, length, starts, n, chunks, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Write the product of all cosines before each chunk."""
     near, far = tl.full((), 0, TYPE), tl.full((), 1, TYPE)
     for chunk in range(0, chunks):
         tl.store(starts + chunk, product(near, far))
         k = chunk * BLOCK + tl.arange(0, BLOCK)
-        _, near_here, far_here = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
+        _, near_here, far_here = sine_and_cosine(_load(latitude + k, k < n - 1, length, TYPE))
         near_here, far_here = tl.reduce((near_here, far_here), 0, multiply)
         near, far = multiply(near, far, near_here, far_here)
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
+
+
+@triton.jit
+def _load(latitude, is_inside, length, TYPE: tl.constexpr):
+    return tl.load(latitude, is_inside, 0).to(TYPE) / length
 
 
 @triton.jit

@@ -4,160 +4,120 @@ As in `blocks`, but the optimizers step an increment of A = R sqrt(m) latitude, 
 of the sphere's metric over the layer: dL/dA = dL/dlatitude / (R sqrt(m)).
 """
 
-import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from geoparam import sphere
-from geoparam.kernels.selection import weight_kernel
-from geoparam.optim.blocks import Angle, Block, Weight, local, put
+from geoparam.kernels.angles import angle_rows_for
+from geoparam.optim.blocks import Angle, Block, Weight, local
 
 
 class AngularBlock(Block):
-    """Weights of one fan-in whose directions are latitudes, which the states have as `direction`.
+    """Weights whose directions are latitudes, which the states have as `direction`.
 
     Rows that were written between steps are read again.
     """
 
-    @staticmethod
-    def key(weight: Weight) -> tuple[Any, ...]:
-        return weight.unit.fan_in, *Block.key(weight)
+    def __init__(self, weights: list[Weight], *, match: bool) -> None:
+        # Weights of one fan-in follow each other: in plain torch they are one matrix.
+        weights.sort(key=lambda weight: (weight.bias is None, weight.unit.fan_in))
+        super().__init__(weights, match=match)
 
     # ---- built once
 
     def _add_directions(self) -> None:
-        self.kernel = weight_kernel(self.stored_r)
         self._start_angles()
         metrics = torch.cat([weight.state["metric"] for weight in self.weights])
         self.scale = self._find_scale(metrics)
-        self.stored = self._join_state("direction")
-        self._add_increments()
+        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
+        self.angles = angle_rows_for(shapes, self.scale)
+        self._add_angles([rows * (n - 1) for rows, n in shapes])
 
-        fan_in = self.weights[0].unit.fan_in
-        self.new_rows = self.stored.new_zeros(len(self.stored), fan_in)
+        sizes = [rows * n for rows, n in shapes]
+        self.new_rows = self.stored_r.new_zeros(sum(sizes))
         self.has_written = False  # whether new_rows are the last step's
-        for weight, rows in self._divide(self.new_rows):
+        for weight, rows in zip(self.weights, self.new_rows.split(sizes), strict=True):
             layout = weight.unit.layout
-            parameter = layout.view(local(weight.param))
-            self._add_written(parameter, layout.view(weight.target), rows)
+            target = layout.view(weight.target)
+            self._add_written(layout.view(local(weight.param)), target, rows)
 
     def _start_angles(self) -> None:
         """Write the first angles, and the mean of their metric, into new states."""
         if all("direction" in weight.state for weight in self.weights):
             return
-        latitude = sphere.to_latitude(self._join_rows(weight.target for weight in self.weights))
+        latitudes = []
+        for weight in self.weights:
+            latitudes.append(sphere.to_latitude(weight.unit.layout.to_rows(weight.target)))
         metrics = torch.ones_like(self.layers.sizes)
         if self.match:
-            by_row = sphere.metric(latitude).mean(dim=1)
+            by_row = torch.cat([sphere.metric(x).mean(dim=1) for x in latitudes])
             metrics = sphere.nonzero(self.layers.means(by_row))
 
-        scale = self._find_scale(metrics)
-        divided = self._divide((latitude * scale).to(scale.dtype))
-        for (weight, first), metric in zip(divided, self.layers.divide(metrics), strict=True):
+        divided = self._divide(self._find_scale(metrics))
+        starts = zip(divided, latitudes, self.layers.divide(metrics), strict=True)
+        for (weight, scale), latitude, metric in starts:
             if "direction" not in weight.state:
+                first = (latitude * scale[:, None]).to(scale.dtype)
                 weight.state["direction"] = weight.shard(first)
                 weight.state["metric"] = metric
 
     def _find_scale(self, metrics: Tensor) -> Tensor:
         """Return R sqrt(m) of each row."""
-        scale = self.lengths * self.layers.per_row(metrics).sqrt()
-        return scale[:, None]
+        return self.lengths * self.layers.per_row(metrics).sqrt()
 
-    def _add_increments(self) -> None:
-        self.scratch = self.stored.new_zeros(2, self.stored.numel())
-        self.increment = self.scratch[0].view_as(self.stored)
-        self.gradient = self.scratch[1].view_as(self.stored)
+    def _add_angles(self, sizes: list[int]) -> None:
+        """Join the states' latitudes, and let increments of them be stepped."""
+        directions = [local(weight.state["direction"]) for weight in self.weights]
+        self.stored = torch.cat([direction.flatten() for direction in directions])
+        self.scratch = self.stored.new_zeros(2, sum(sizes))
+        self.increment, self.gradient = self.scratch
         self._add_result(self.stored, self.increment)
-        for weight, increment, gradient in self._divide(self.increment, self.gradient):
+
+        parts = [x.split(sizes) for x in (self.stored, *self.scratch)]
+        for weight, like, *flat in zip(self.weights, directions, *parts, strict=True):
+            stored, increment, gradient = (x.view(like.shape) for x in flat)
+            weight.state["direction"] = weight.shard(stored)
             self._add_variable("direction", weight, increment, gradient)
 
-    def _join_rows(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return the rows of tensors that are laid out as the weights."""
+    def _join(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the rows of tensors that are laid out as the weights, one after the other."""
         rows = []
         for weight, x in zip(self.weights, tensors, strict=True):
-            rows.append(weight.unit.layout.to_rows(x))
-        return torch.cat(rows)
+            rows.append(weight.unit.layout.to_units_first(x))
+        return _flatten_dense_tensors(rows)
 
     # ---- before the optimizers step
 
     def _read_directions(self) -> None:
-        self.w = self._join_rows(weight.target for weight in self.weights)
-        is_zero = ~self.w.any(dim=1)
-        self._read_written_rows(is_zero)
-        self.r_before = torch.where(is_zero, 0, self.stored_r)
-
-        self.g = self._join_rows(weight.find_gradient() for weight in self.weights)
-
-        latitude = self.stored / self.scale
-        by_latitude, by_r = self.kernel.backward(self.g, latitude, self.r_before, False, None)
-        torch.div(by_latitude, self.scale, out=self.gradient)
-
-        # A row that never had a direction grows along the descent.
-        is_new = is_zero & (self.stored_r == 0)
-        by_r = by_r.where(~is_zero, 0)
-        self.grad_r.copy_(torch.where(is_new, -self.g.norm(dim=1), by_r))
-
-    def _read_written_rows(self, is_zero: Tensor) -> None:
-        """Read rows that are not those of the last step; r keeps its sign.
-
-        A row of zeros was pruned: it keeps its angles for when it comes back.
-        """
+        self.w = self._join(weight.target for weight in self.weights)
+        self.g = self._join(weight.find_gradient() for weight in self.weights)
         if not self.has_written:
-            self.new_rows.copy_(self._compute_rows(self.stored, self.stored_r))
-        is_changed = (self.w != self.new_rows).any(dim=1) & ~is_zero
-        if _is_none(is_changed):
-            return
-        sign = torch.where(self.stored_r < 0, -1, 1)
-        r = sphere.length(self.w) * sign
-        put(self.stored_r, is_changed, r)
-        self._store(self.stored, is_changed, self.w * sign[:, None])
+            every = torch.ones_like(self.stored_r, dtype=torch.bool)
+            self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
+
+        self.r_before = self.angles.take_up(self.w, self.new_rows, self.stored, self.stored_r)
+        grad_r = self.angles.differentiate(
+            self.g, self.stored, self.r_before, self.stored_r, self.gradient
+        )
+        self.grad_r.copy_(grad_r)
 
     # ---- after the optimizers have stepped
 
     def _compute_directions(self, angle: Angle, max_angle: Angle) -> None:
         """Compute rows from the stepped angles; a row that was not stepped keeps its digits."""
-        is_still = ~self.increment.any(dim=1) & (self.r == self.r_before)
-        self.increment.add_(self.stored)
-        if max_angle is not None:
-            self._limit(max_angle)
-
-        # A row that never had a direction had no angles to step: it takes that of the descent, or
-        # of the ascent where r was stepped below 0, as with maximize=True.
-        is_born = self.is_new & self.g.any(dim=1)
-        sign = torch.where(self.r < 0, 1, -1)
-        self._store(self.increment, is_born, self.g * sign[:, None])
-        put(self.r, self.is_new, is_born * self.r.abs())
-
+        is_moved = self.angles.move(
+            self.increment,
+            self.stored,
+            self.w,
+            self.g,
+            self.r_before,
+            self.stored_r,
+            self.r,
+            max_angle,
+        )
         r = self.r.where(~self.is_pruned, 0)
-        rows = self._compute_rows(self.increment, r)
-        self.new_rows.copy_(torch.where(is_still[:, None], self.w, rows))
+        self.angles.compute(self.increment, r, is_moved, self.new_rows)
         self.has_written = True
-
-    def _limit(self, most: Any) -> None:
-        """Turn units back that would go further: w = cos(most) u + sin(most) e, e across u."""
-        sign = self.r_before.sign()
-        u = sphere.normalise(self.w * sign[:, None])
-        rows = self._compute_rows(self.increment, torch.ones_like(self.r))
-        v = sphere.normalise(rows)
-
-        along = (u * v).sum(dim=1, keepdim=True)
-        e = sphere.normalise(v - along * u)
-        turned = math.cos(most) * u + math.sin(most) * e
-        self._store(self.increment, sphere.angle_between(u, v) > most, turned)
-
-    def _compute_rows(self, stored: Tensor, r: Tensor) -> Tensor:
-        return self.kernel.forward(stored / self.scale, r, r.dtype)[0]
-
-    def _store(self, stored: Tensor, is_chosen: Tensor, vectors: Tensor) -> None:
-        """Store the directions of the chosen vectors."""
-        if not _is_none(is_chosen):
-            latitude = sphere.to_latitude(vectors)
-            put(stored, is_chosen[:, None], latitude * self.scale)
-
-
-def _is_none(is_chosen: Tensor) -> bool:
-    """Return whether no row is chosen; False on a GPU without looking, which would wait for it."""
-    return is_chosen.is_cpu and not is_chosen.any()
