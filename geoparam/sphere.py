@@ -100,7 +100,8 @@ def to_latitude(vector: Tensor) -> Tensor:
     x = _rescale(wide(vector))
     n = x.shape[-1]
     tail_length = x.square().flip(-1).cumsum(-1).flip(-1).sqrt()
-    rest = torch.cat([tail_length[..., 1:-1], x[..., -1:]], dim=-1)[..., : n - 1]
+    last = x[..., -1:] + 0.0  # atan2(0, -0.0) is pi
+    rest = torch.cat([tail_length[..., 1:-1], last], dim=-1)[..., : n - 1]
     return torch.atan2(x[..., :-1], rest)
 
 

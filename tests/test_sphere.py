@@ -36,6 +36,10 @@ def test_very_short_and_long_vectors(scale: float) -> None:
     torch.testing.assert_close(sphere.length(u * scale) / scale, torch.ones(3).double())
 
 
+def test_a_negative_zero_behind_a_pole_is_a_zero() -> None:
+    assert not sphere.to_latitude(torch.tensor([0.0, 0.0, -0.0])).any()
+
+
 def test_zero_vectors_and_poles_are_finite() -> None:
     x = torch.tensor([[0.0, 0, 0, 0], [3.0, 0, 0, 0], [0, -1.0, 0, 0]], dtype=torch.float64)
     latitude = sphere.to_latitude(x)
