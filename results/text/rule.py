@@ -2,10 +2,11 @@
 
     rule.py FOLDER
 
-Each rule begins at 2.4 degrees for width 256, depth 6, 500 steps and a batch of 64. Exponents of
-steps and batch size are those of the published rates per token, with their own square root of the
-batch. Between two turns that were tried the loss is taken along a line over log(turn). `bottom` is
-the lowest point of the parabola through the best turn and its two neighbours.
+Each rule begins at 2.4 degrees for width 256, depth 6, 500 steps and a batch of 64. Published
+rates are a power of the tokens times the square root of the batch size; tokens are steps times
+batch size, which gives the exponents here. Between two turns that were tried the loss is taken
+along a line over log(turn), which is a little too high. `bottom` is the lowest point of the
+parabola through the best turn and its two neighbours.
 """
 
 import sys

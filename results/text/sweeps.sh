@@ -4,14 +4,14 @@
 #   sweeps.sh DATA OUT PART...
 #   transfer      one turn at all widths, depths, lengths and batch sizes
 #   edges         smaller turns where the smallest was the best
-#   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 10 million parameters, 768: 42)
+#   grid-WIDTH    five optimizers, eight tries each, 2,000 steps (384: 11 million parameters, 768: 42)
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
 #   fixed-WIDTH   three seeds of the turn that width 384 chose
 #   rivals-WIDTH  the same eight tries each in 500 steps
 #   ...-METHOD    grid, near, best or rivals for one method alone
 #   start-384     from nanoGPT's start, in which rows are short
-#   recipe        schedules, momentum, rate of r and decay of the output layer under a turn, or
+#   recipe        schedules, momentum, rate of r and decay of the output layer under a turn
 #   shakespeare   nanoGPT's shakespeare-char
 # DATA holds python-train.txt.xz, python-val.txt.xz and tinyshakespeare.txt. JOBS=8 trains eight
 # networks side by side, best under CUDA's MPS (nvidia-cuda-mps-control -d). OPTIONS are added to
