@@ -382,7 +382,8 @@ class _Named:
         last = unused.rpartition(".")[2]
         near = [name for name in self.names if last in name][:3]
         if not near:
-            near = difflib.get_close_matches(unused, self.names, n=3, cutoff=0)
+            ends = {name.rpartition(".")[2]: name for name in reversed(self.names)}
+            near = [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0)]
         raise ValueError(
             f"{self.option}: no layer's name ends in {unused!r}, which must be one or more whole "
             f"parts between dots. Names here are, for example, {', '.join(near)}."

@@ -24,7 +24,7 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import Unit, find_units, format_table
+from geoparam.optim.units import Unit, find_units, format_table, tell_of_packed
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -149,6 +149,8 @@ class GeometricOptimizer(Optimizer):
         _check_angles(unit_options)
         if turn is not None:
             self._question_habits(turn, float(lr))
+            if split is None:
+                tell_of_packed(self._units)
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
         unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
@@ -259,8 +261,7 @@ class GeometricOptimizer(Optimizer):
         It is nominal: the root mean square over a layer whose gradient is not zero, before
         `max_turn`. A tracker measures what units really do. Without `turn` the list is empty.
         """
-        groups = [group for group in self.param_groups if group.get("turn") is not None]
-        return [float(_find_degrees(group)) for group in groups]
+        return [float(_find_degrees(group)) for group in self.param_groups if _turns(group)]
 
     @_disable_dynamo
     @torch.no_grad()
@@ -301,7 +302,7 @@ class GeometricOptimizer(Optimizer):
         shares = [
             group["lr"] / group["start_lr"]
             for group in self.param_groups
-            if group.get("turn") is not None and not isinstance(group["lr"], Tensor)
+            if _turns(group) and not isinstance(group["lr"], Tensor)
         ]
         share, highest = max(shares, default=1.0), self._highest_share
         self._highest_share = max(share, highest)
@@ -503,6 +504,11 @@ class GeometricOptimizer(Optimizer):
         return ", ".join(stepped)
 
 
+def _turns(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's units turn by an angle; a loop may write 'turn' to all groups."""
+    return group["role"] == "units" and group["turn"] is not None
+
+
 def _find_degrees(group: Mapping[str, Any]) -> Any:
     return group["turn"] * group["lr"] / group["start_lr"]
 
@@ -526,7 +532,9 @@ def _check_angles(group: Mapping[str, Any]) -> str:
 
     A rate in a tensor is not checked: that would wait for the GPU.
     """
-    turn, max_turn, start_lr = group.get("turn"), group.get("max_turn"), group.get("start_lr")
+    if group["role"] != "units":
+        return ""
+    turn, max_turn, start_lr = group["turn"], group["max_turn"], group["start_lr"]
     for name, value, most in (("turn", turn, 90), ("max_turn", max_turn, 180)):
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):

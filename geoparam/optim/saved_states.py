@@ -8,6 +8,7 @@ from typing import Any
 from geoparam.arguments import warn_user
 from geoparam.model.run import strip_wrappers
 from geoparam.optim.units import Unit
+from geoparam.storage import list_few
 
 Group = Mapping[str, Any]
 SETTINGS = ("role", "base", "rest", "coordinates", "match")
@@ -55,11 +56,13 @@ def find_states(
 
 
 def _check_settings(i: int, mine: Group, theirs: Group) -> None:
-    """Raise where a group was made with other settings. Only whether there is a turn counts."""
+    """Raise where a group was made with other settings. Only whether units turn counts."""
     for key in (*SETTINGS, "turn"):
         here, there = mine.get(key), theirs.get(key)
-        are_turns = key == "turn" and None not in (here, there)
-        if here != there and not are_turns:
+        is_same = here == there
+        if key == "turn":
+            is_same = mine.get("role") == "rest" or (here is None) == (there is None)
+        if not is_same:
             raise ValueError(
                 f"the state's group {i} has {key} {there!r}; this optimizer's has {here!r}."
             )
@@ -69,12 +72,14 @@ def _check_names(i: int, mine: Group, theirs: Group) -> None:
     """Raise where a group has other parameters. Groups without names are known by their order."""
     if theirs and "param_names" not in theirs:
         return
-    different = {*_list_names(mine)} ^ {*_list_names(theirs)}
-    if different:
+    here, there = {*_list_names(mine)}, {*_list_names(theirs)}
+    if here != there:
+        lacks, has = (list_few(sorted(names)) or "none" for names in (here - there, there - here))
         raise ValueError(
-            f"the state's group {i} differs from the optimizer's in {sorted(different)}. Build "
-            "the optimizer with the same options, and where r is fixed, with the same rows of "
-            "zeros in the weights."
+            f"the state's group {i} has other parameters than the optimizer's: it lacks {lacks}; "
+            f"the optimizer's lacks {has}. Is the state another model's? Otherwise build the "
+            "optimizer with the same options, and where r is fixed, with the same rows of zeros "
+            "in the weights."
         )
 
 
@@ -106,8 +111,8 @@ def check_size(unit: Unit, state: Group) -> None:
     if (rows, parts, fan_in) != (unit.rows, len(unit.parts), unit.fan_in):
         raise ValueError(
             f"the state of {unit.name!r} has {rows} units of fan-in {fan_in} in {parts} layers; "
-            f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Delete a "
-            "weight's state to let it start anew."
+            f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Is the state "
+            "another model's? Otherwise delete this weight's state to let it start anew."
         )
 
 
@@ -118,5 +123,5 @@ def tell_of_other_angle(mine: Group, theirs: Group) -> None:
         warn_user(
             f"the state's angle counts, turn={there[0]:g} at lr={there[1]:g}, not this "
             f"optimizer's, turn={here[0]:g} at lr={here[1]:g}. For the latter, set 'turn' and "
-            "'start_lr' of each group after loading."
+            "'start_lr' of the groups that have them after loading."
         )

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from geoparam.arguments import warn_user
 from geoparam.base_layer import GmPLayer
 from geoparam.model.graph import Graph
 from geoparam.model.roles import find_embeddings, find_norms, find_outputs, is_router
 from geoparam.model.run import group_by_memory, refuse_lazy, strip_wrappers
 from geoparam.model.trace import Filter, trace
 from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
+from geoparam.storage import list_few
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,25 @@ def _describe_scale(unit: Unit) -> str:
         words = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
     if len(unit.parts) > 1:
         return f"{words}; {len(unit.parts)} layers"
-    is_packed = unit.name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
-    if is_packed and unit.rows == 3 * unit.fan_in:
+    if _looks_packed(unit):
         words += "; q, k, v in one? Then give split="
     return words
+
+
+def _looks_packed(unit: Unit) -> bool:
+    """Return whether a weight that counts as one layer looks like q, k and v."""
+    has_name = unit.name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
+    return has_name and len(unit.parts) == 1 and unit.rows == 3 * unit.fan_in
+
+
+def tell_of_packed(units: Sequence[Unit]) -> None:
+    """Warn of q, k and v that would share one angle."""
+    names = [unit.name.removesuffix(".weight") for unit in units if _looks_packed(unit)]
+    if names:
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        split = ", ".join(f"{end!r}: 3" for end in ends)
+        warn_user(
+            f"{list_few(names, most=2)} look like q, k and v in one matrix, which would share an "
+            f"angle: one of the three may turn ten times as far as another. Give "
+            f"split={{{split}}}, or split={{}} if each is one layer."
+        )

@@ -10,6 +10,7 @@
 #   fixed-WIDTH   three seeds of the turn that width 384 chose
 #   rivals-WIDTH  the same eight tries each in 500 steps
 #   ...-METHOD    grid, near, best or rivals for one method alone
+#   decay-384     six more tries for Muon, of its decay, and for the turn
 #   start-384     from nanoGPT's start, in which rows are short
 #   recipe        schedules, momentum, rate of r and decay of the output layer under a turn
 #   shakespeare   nanoGPT's shakespeare-char
@@ -38,8 +39,7 @@ run() { # NAME OPTIONS...
 
 tries=( # eight of each method; best.py counts on that number
   turn:turn=1.2,1.7,2.4,3.4:momentum=0.95,0.9
-  muon:lr=0.0025,0.005,0.01,0.02:decay=0.1:momentum=0.95
-  muon:lr=0.0025,0.005,0.01,0.02:decay=0.3:momentum=0.9 # 0.004: best of 1,500 steps at width 512
+  muon:lr=0.0025,0.005,0.01,0.02:decay=0.1,0.03:momentum=0.95 # at 384 0.3 with 0.9 for 0.03
   angularmuown:lr=0.01,0.02,0.04,0.08:momentum=0.95,0.9
   muonh:lr=0.009,0.018,0.036,0.072:momentum=0.95,0.9
   adamw:lr=1e-3,2e-3,4e-3,8e-3:decay=0.1,0.5
@@ -87,6 +87,9 @@ for part in "$@"; do
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
     fixed-*)
       tuned "$width" --seeds 3 --method=turn:turn=1.2:momentum=0.9:rest_lr=0.003 ;;
+    decay-384)
+      tuned 384 --seeds 1 --method muon:lr=0.01,0.02:decay=0,0.03,0.3:momentum=0.95 \
+        --method turn:turn=0.85,1,1.4:momentum=0.9,0.85 ;;
     start-384)
       run text-384-start --std 0.02 --widths 384 --depths 6 --steps 2000 --seeds 1 \
         --method muon:lr=0.01,0.02,0.04:decay=0.1:momentum=0.95 \

@@ -319,6 +319,22 @@ def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
     assert find_table(build(model, split={"qkv": 3}))["qkv.weight"].endswith("free; 3 layers")
 
 
+def test_a_projection_that_looks_packed_is_warned_of_where_units_turn() -> None:
+    model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
+    with pytest.warns(
+        UserWarning, match="qkv look like q, k and v .* split={'qkv': 3}, or split={}"
+    ):
+        build(model, turn=2.0)
+    build(model, turn=2.0, split={})
+    build(model, turn=2.0, split={"qkv": 3})
+
+
+def test_a_misspelt_part_is_told_the_layer_that_comes_near() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(6, 3), "c_attn": nn.Linear(6, 18)})
+    with pytest.raises(ValueError, match="Names here are, for example, c_attn, head"):
+        build(model, split={"c_atn": 3})
+
+
 def test_a_stack_that_nobody_named_stays_plain() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     assert find_table(build(model))["0.w1"].startswith("not in a known layer; experts?")

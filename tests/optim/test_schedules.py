@@ -310,6 +310,19 @@ def test_a_low_rate_is_not_warned_of_at_the_end_of_a_run_that_goes_on() -> None:
         train(model, resumed, 1)
 
 
+def test_a_turn_written_to_all_groups_counts_for_those_with_units() -> None:
+    """As in a loop over param_groups that follows the advice to set the angle after loading."""
+    model = mlp()
+    optimizer = build(model, turn=TURN, lr=RATE)
+    for group in optimizer.param_groups:
+        group["turn"] = TURN / 2
+    train(model, optimizer, 1)
+    assert optimizer.turn() == [TURN / 2]
+    resumed = build(model, turn=TURN / 2, lr=RATE)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert resumed.turn() == [TURN / 2]
+
+
 def test_the_method_that_reads_angles_is_not_overwritten() -> None:
     optimizer = build(mlp(), turn=TURN, lr=RATE)
     with pytest.raises(AttributeError, match="set the 'turn' of a group"):

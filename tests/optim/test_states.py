@@ -216,7 +216,7 @@ def test_a_layer_with_another_number_of_rows_starts_anew(count: int) -> None:
     layer.weight.data = torch.randn(count, 8).double()
     layer.bias.data = torch.zeros(count).double()
     head.weight.data = torch.randn(3, count).double()
-    with pytest.raises(ValueError, match=f"model's has {count} of 8 .* Delete a weight's state"):
+    with pytest.raises(ValueError, match=f"model's has {count} of 8 .* another model's"):
         train(model, optimizer, first=3)
 
     optimizer.state.clear()
@@ -305,6 +305,14 @@ def test_a_state_of_the_first_version_is_refused() -> None:
         group["geometry"] = "intrinsic"
     with pytest.raises(ValueError, match="saved by another optimizer or by geoparam 0.1"):
         optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_depth_says_who_lacks_what() -> None:
+    deeper = nn.Sequential(*mlp()[:3], nn.Linear(8, 8), *mlp()[3:])
+    with pytest.raises(
+        ValueError, match=r"lacks none; the optimizer's lacks 4.weight. Is the state another"
+    ):
+        build(nn.Sequential(*mlp())).load_state_dict(build(deeper).state_dict())
 
 
 @pytest.mark.parametrize("damaged", [None, [], {}, {"state": {}}, {"param_groups": []}])
