@@ -147,8 +147,8 @@ def fit_state(state: State, p: Any, on_device: bool, r_on_device: bool) -> None:
             continue
         prefix, _, name = key.rpartition("/")
         if name == "step" or (value.ndim == 0 and p.ndim > 0):
-            if r_on_device if prefix == "r" else on_device:
-                state[key] = value.to(p.device)
+            is_moved = r_on_device if prefix == "r" else on_device
+            state[key] = value.to(p.device) if is_moved else value
             continue
 
         dtype = value.dtype
