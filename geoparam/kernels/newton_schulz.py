@@ -26,60 +26,74 @@ def orthogonalise(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
     """
     if matrices.ndim != 3:
         raise ValueError(f"a batch is (matrices, out, in); got {tuple(matrices.shape)}.")
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = _iterate(_prepare(list(matrices), eps), coefficients)
-    return x.mT if is_tall else x
+    return _iterate(_prepare(list(matrices), eps), coefficients)
 
 
 def orthogonalise_all(
-    matrices: Sequence[Tensor], coefficients: Coefficients, eps: float
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    eps: float,
+    scales: Sequence[float | Tensor],
 ) -> list[Tensor]:
-    """Return nearly U V^T for matrices of any shapes; those of equal shape share their calls.
+    """Return nearly scale * U V^T for matrices of any shapes, as new tensors of their type.
 
-    Tiny ones with an equal short side do so too: shorter ones are padded with columns of zeros,
-    which stay zero. Results are new tensors of the matrices' type.
+    Matrices of equal shape share their calls, and have the same scale. Tiny ones with an equal
+    short side share them too: shorter ones are padded with columns of zeros, which stay zero.
     """
     batches = defaultdict[object, dict[torch.Size, list[int]]](dict)
     for i, matrix in enumerate(matrices):
-        short, long = sorted(matrix.shape)
-        is_tiny = short * long <= _TINY.get(matrix.device.type, 0)
-        key = short, 0 if is_tiny else long, matrix.device, matrix.dtype
+        is_tiny = matrix.numel() <= _TINY.get(matrix.device.type, 0)
+        shared = min(matrix.shape) if is_tiny else matrix.shape
+        key = shared, matrix.device, matrix.dtype
         batches[key].setdefault(matrix.shape, []).append(i)
 
     results = list(matrices)
     for batch in batches.values():
         stacks = [_prepare([matrices[i] for i in members], eps) for members in batch.values()]
         if len(stacks) > 1:
-            longest = max(stack.shape[2] for stack in stacks)
-            stacks = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in stacks]
-        stack = _iterate(torch.cat(stacks) if len(stacks) > 1 else stacks[0], coefficients)
+            stacks = _iterate(_join(stacks), coefficients).split([len(x) for x in stacks])
+        else:
+            stacks = [_iterate(stacks[0], coefficients)]
 
-        parts = stack.split([len(members) for members in batch.values()])
-        for (shape, members), part in zip(batch.items(), parts, strict=True):
-            x = part[:, :, : max(shape)]
-            x = x.mT if shape[0] > shape[1] else x
-            x = x.to(matrices[members[0]].dtype, copy=True, memory_format=torch.contiguous_format)
+        for (shape, members), x in zip(batch.items(), stacks, strict=True):
+            if x.shape[1:] != shape:  # it was joined with others
+                x = x[:, :, : max(shape)]
+                x = x.mT if shape[0] > shape[1] else x
+            first = members[0]
+            # One pass scales and leaves bfloat16: a tensor with dimensions decides the type.
+            scale = matrices[first].new_ones(1, 1, 1) * scales[first]
+            x = torch.mul(x, scale).to(scale.dtype, memory_format=torch.contiguous_format)
             for i, result in zip(members, x.unbind(), strict=True):
                 results[i] = result
     return results
 
 
 def _prepare(matrices: Sequence[Tensor], eps: float) -> Tensor:
-    """Return matrices of one shape as a stack of wide ones of norm 1, in bfloat16."""
+    """Return matrices of one shape as a stack of matrices of norm 1, in bfloat16."""
     like = matrices[0]
     stack = torch.empty((len(matrices), *like.shape), dtype=torch.bfloat16, device=like.device)
     torch._foreach_copy_(list(stack.unbind()), list(matrices))
     size = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
-    stack.div_(size.clamp(min=eps))
-    return stack.mT if like.shape[0] > like.shape[1] else stack
+    return stack.div_(size.clamp(min=eps))
+
+
+def _join(stacks: Sequence[Tensor]) -> Tensor:
+    """Return stacks with an equal short side as one of wide matrices, padded to the longest."""
+    wide = [x.mT if x.shape[1] > x.shape[2] else x for x in stacks]
+    longest = max(x.shape[2] for x in wide)
+    return torch.cat([nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide])
 
 
 def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
-    count, short, _ = x.shape
+    """Return the stack after all steps; tall matrices are multiplied from the right."""
+    count, rows, columns = x.shape
+    short = min(rows, columns)
     gram, polynomial = x.new_empty(2, count, short, short)
     buffers = x.new_empty(2, *x.shape)
     for i, (a, b, c) in enumerate(coefficients):
-        torch.bmm(x, x.mT, out=gram)
+        factors = (x.mT, x) if rows > columns else (x, x.mT)
+        torch.bmm(*factors, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        x = torch.baddbmm(x, polynomial, x, beta=a, out=buffers[i % 2])
+        factors = (x, polynomial) if rows > columns else (polynomial, x)
+        x = torch.baddbmm(x, *factors, beta=a, out=buffers[i % 2])
     return x

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from geoparam.coordinates import STEEPEST
 from geoparam.kernels.rows import rows_for
@@ -77,9 +78,11 @@ class Weight:
 
     def to_matrix(self, x: Tensor) -> Tensor:
         """Return a tensor of the target's shape as rows, in the order they are stepped in."""
-        if self.is_direct and x.stride() != self.target.stride():
+        if not self.is_direct:
+            return self.view(x).reshape(self.rows, self.unit.fan_in).contiguous()
+        if x.stride() != self.target.stride():
             x = torch.empty_like(self.target).copy_(x)
-        return self.view(x).reshape(self.rows, self.unit.fan_in).contiguous()
+        return self.view(x)
 
     def lay_out(self, memory: Tensor) -> Tensor:
         """Return flat memory in the shape in which a direction is stepped."""
@@ -89,7 +92,7 @@ class Weight:
 
     def find_gradient(self) -> Tensor:
         """Return this process's part of the gradient, in the target's type."""
-        return local(self.param.grad).to(self.target.dtype)
+        return local_gradient(self.param, self.target.dtype)
 
     def shard(self, x: Tensor) -> Tensor:
         """Return a tensor of rows, or of the weight's shape, as a DTensor if the weight is one."""
@@ -354,11 +357,9 @@ class Block:
         lam would move a bias 1 + lam^2 times as fast as plain training. With `match=False` it is
         stepped as lam up to |b| = 100 |r|, as in converted layers.
         """
-        gradients = []
-        for weight, target in zip(self.with_bias, self.biases, strict=True):
-            gradients.append(local(weight.bias.grad).flatten().to(target.dtype))
-        grad_bias = torch.cat(gradients)
-        self.bias = torch.cat([target.flatten() for target in self.biases])
+        gradients = [local_gradient(weight.bias, self.lam.dtype) for weight in self.with_bias]
+        grad_bias = _flatten_dense_tensors(gradients)
+        self.bias = _flatten_dense_tensors(self.biases)
 
         r = self.r_before[self.bias_rows]
         steepest = 1 if self.match else STEEPEST
@@ -492,6 +493,12 @@ def replace_zeros(x: Tensor) -> Tensor:
 def local(x: Any) -> Tensor:
     """Return a tensor without its history; of a DTensor, this process's part."""
     return getattr(x, "_local_tensor", x).detach()
+
+
+def local_gradient(p: Any, dtype: torch.dtype) -> Tensor:
+    """Return this process's part of a gradient in this type."""
+    part = getattr(p.grad, "_local_tensor", p.grad)
+    return part if part.dtype == dtype else part.to(dtype)
 
 
 def find_master(p: Any, state: State) -> Tensor:

@@ -70,17 +70,17 @@ class RowMuon(Optimizer):
             # All rows of a sharded matrix are needed together.
             whole = update.full_tensor() if hasattr(update, "full_tensor") else update
             sizes = self.parts.get(p) or (len(whole),)
-            layers += whole.reshape(sum(sizes), -1).split(sizes)
+            rows = whole.reshape(sum(sizes), -1)
+            layers += rows.split(sizes) if len(sizes) > 1 else [rows]
             counts.append(len(sizes))
 
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-        changes = orthogonalise_all(layers, coefficients, group["eps"])
         rates = [group["lr"] * _adjust_rate(group["adjust_lr_fn"], *x.shape) for x in layers]
-        torch._foreach_mul_(changes, rates)
+        changes = iter(orthogonalise_all(layers, coefficients, group["eps"], rates))
 
         steps = []
         for p, count in zip(params, counts, strict=True):
-            of_parameter, changes = changes[:count], changes[count:]
+            of_parameter = [next(changes) for _ in range(count)]
             step = of_parameter[0] if count == 1 else torch.cat(of_parameter)
             steps.append(_shape_like(p, step))
 
