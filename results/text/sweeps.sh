@@ -8,6 +8,7 @@
 #   near-WIDTH    four more tries for each, around its best of the eight
 #   best-WIDTH    three seeds of each one's best
 #   fixed-WIDTH   three seeds of the turn that width 384 chose
+#   width-768     a smaller one, as a factor for width would have it, and a larger one
 #   rivals-WIDTH  the same eight tries each in 500 steps
 #   ...-METHOD    grid, near, best or rivals for one method alone
 #   decay-384     six more tries for Muon, of its decay, and for the turn
@@ -87,6 +88,9 @@ for part in "$@"; do
       tuned "$width" --seeds 3 "${chosen[@]}" ;;
     fixed-*)
       tuned "$width" --seeds 3 --method=turn:turn=1.2:momentum=0.9:rest_lr=0.003 ;;
+    width-768)
+      tuned 768 --seeds 3 --method=turn:turn=0.9:momentum=0.9:rest_lr=0.003
+      tuned 768 --seeds 1 --method=turn:turn=0.6,1.7:momentum=0.9:rest_lr=0.003 ;;
     decay-384)
       tuned 384 --seeds 1 --method muon:lr=0.01,0.02:decay=0,0.03,0.3:momentum=0.95 \
         --method turn:turn=0.85,1,1.4:momentum=0.9,0.85 ;;
@@ -108,9 +112,10 @@ for part in "$@"; do
       nanogpt=(--widths 384 --heads 6 --steps 5000 --batch-sizes 64 --warmup 0.02 --beta2 0.99
         --mlp gelu --dropout 0.2 --tied --std 0.02 --marks 20 --seeds 1 --method adamw:lr=1e-3)
       train tinyshakespeare.txt text-shakespeare "${nanogpt[@]}" --schedules cosine --final 0.1 \
-        --method turn:turn=0.6,1.2,2.4:momentum=0.9:rest_lr=1e-3,3e-3
+        --method turn:turn=0.6,1.2,2.4,3.4,4.8:momentum=0.9:rest_lr=1e-3,3e-3 \
+        --method muon:lr=0.01,0.02,0.04:decay=0.1:momentum=0.9,0.95:rest_lr=1e-3
       train tinyshakespeare.txt text-shakespeare-to-0 "${nanogpt[@]}" --schedules linear --final 0 \
-        --method turn:turn=0.6,1.2,2.4:momentum=0.9:rest_lr=1e-3,3e-3 ;;
+        --method turn:turn=2.4,3.4,4.8:momentum=0.9:rest_lr=1e-3 ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac
 done
