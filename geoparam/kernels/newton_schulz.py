@@ -62,7 +62,7 @@ def orthogonalise_all(
             first = members[0]
             # One pass scales and leaves bfloat16: a tensor with dimensions decides the type.
             scale = matrices[first].new_ones(1, 1, 1) * scales[first]
-            x = torch.mul(x, scale).to(scale.dtype, memory_format=torch.contiguous_format)
+            x = torch.mul(x, scale).contiguous().to(scale.dtype)
             for i, result in zip(members, x.unbind(), strict=True):
                 results[i] = result
     return results
