@@ -1,4 +1,4 @@
-"""The papers' figures: what is drawn is what was given, and methods can be told apart."""
+"""The papers' figures: they show the data passed in, and methods can be told apart."""
 
 from itertools import combinations
 from typing import NamedTuple

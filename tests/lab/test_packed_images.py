@@ -201,7 +201,7 @@ def train_set(data: Path) -> tuple[Tensor, Tensor]:
 
 
 def pixels(images: Tensor, source: PackedImages) -> Tensor:
-    """The bytes from which a batch was made."""
+    """The stored bytes of a batch."""
     mean = torch.tensor(source.mean).view(3, 1, 1)
     scaled = (images + mean) * 255
     assert torch.allclose(scaled, scaled.round(), atol=1e-3)

@@ -1,4 +1,4 @@
-"""Panels of the figures of Levy, Banana and images: what is drawn is what was given."""
+"""Panels of the figures of Levy, Banana and images: they show the data passed in."""
 
 import numpy as np
 import pytest
