@@ -6,9 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from geoparam_lab.experiments.perturbation import DELTAS, METHODS, Turns, perturb, run
 from geoparam_lab.run_folder import Run
+
+Array = np.ndarray
+
+STEPS = (0.0, *DELTAS)
+NORMS_OF_CHANNELS = ("in", "gn")  # their turns depend on the input: they have no line
+WITH_A_LINE = [method for method in METHODS if method not in NORMS_OF_CHANNELS]
+FIGURES = {"figure1", "figure2a-b", "figure5", "figure6"}
 
 
 @pytest.fixture(scope="module")
@@ -16,57 +24,82 @@ def turns() -> dict[str, Turns]:
     return {method: perturb(method, seeds=200) for method in METHODS}
 
 
-def papers_unit() -> tuple[np.ndarray, float]:
-    """w and b as the papers' notebook draws them, from numpy's global state."""
-    state = np.random.get_state()
-    np.random.seed(1)
-    w, b = np.random.randn(2) * 0.001, np.random.randn(1) * 0.001
-    np.random.set_state(state)
-    return w, b.item()
+def papers_unit() -> tuple[Array, float]:
+    """w and b as the papers' notebook draws them, with numpy's seed 1."""
+    random = np.random.RandomState(1)
+    w = random.randn(2) * 0.001
+    b = random.randn() * 0.001
+    return w, b
 
 
-def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, float]:
-    """Angle and distance of the perturbed boundary in the plane, by complex numbers."""
-    z, d = complex(*w), complex(delta, delta)
-    if method == "ln":
-        rest = np.random.RandomState(1).randn(100, 3)[1:].mean(0) * 0.001
-        z, b = z - complex(*rest[:2]), b - rest[2]
-    if method == "sn":
-        rows = np.random.RandomState(1).randn(100, 3)[:, :2] * 0.001
-        moved = rows.copy()
-        moved[0] += delta
-        bias = b / find_largest_singular_value(rows) + delta
-        return np.angle(z + d), bias * find_largest_singular_value(moved) / abs(z + d)
-    if method in ("sp", "ln"):
-        return np.angle(z + d), (b + delta) / abs(z + d)
-    if method in ("wn", "bn"):
-        return np.angle(z + d), (b + delta) / (abs(z) + delta)
-    angle = np.angle(z) + delta if method == "gmp" else np.angle(z / abs(z) + d)
-    return angle, b / abs(z) + delta
+def papers_layer() -> Array:
+    """100 units (w_1, w_2, b), of which the first is the papers'."""
+    return np.random.RandomState(1).randn(100, 3) * 0.001
 
 
-def find_largest_singular_value(rows: np.ndarray) -> float:
+def find_largest_singular_value(rows: Array) -> float:
     """Of a matrix with two columns, by the trace and the determinant of its Gram matrix."""
     gram = rows.T @ rows
     trace, area = np.trace(gram), np.linalg.det(gram)
     return math.sqrt((trace + math.sqrt(trace**2 - 4 * area)) / 2)
 
 
-def find_angle(one: float, two: float) -> float:
-    """Degrees between two angles."""
-    return abs(math.degrees((two - one + math.pi) % (2 * math.pi) - math.pi))
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("in", "gn")])
-def test_lines_are_those_of_the_papers_unit(turns: dict[str, Turns], method: str) -> None:
+def boundary_in_the_plane(method: str, delta: float) -> tuple[float, float]:
+    """Angle and distance of the perturbed boundary of the papers' unit, by complex numbers."""
     w, b = papers_unit()
+    z = complex(*w)
+    step = complex(delta, delta)
+    if method == "gmp":
+        return np.angle(z) + delta, b / abs(z) + delta
+    if method == "intrinsic":
+        return np.angle(z / abs(z) + step), b / abs(z) + delta
+
+    angle = np.angle(z + step)
+    if method == "sp":
+        return angle, (b + delta) / abs(z + step)
+    if method in ("wn", "bn"):
+        return angle, (b + delta) / (abs(z) + delta)
+    if method == "ln":
+        *w_mean, b_mean = papers_layer()[1:].mean(axis=0)
+        z -= complex(*w_mean)
+        return np.angle(z + step), (b - b_mean + delta) / abs(z + step)
+
+    assert method == "sn"
+    rows = papers_layer()[:, :2]
+    stepped = rows.copy()
+    stepped[0] += delta
+    bias = b / find_largest_singular_value(rows) + delta
+    return angle, bias * find_largest_singular_value(stepped) / abs(z + step)
+
+
+def degrees_between(angle: float, other: float) -> float:
+    difference = (other - angle + math.pi) % (2 * math.pi) - math.pi
+    return abs(math.degrees(difference))
+
+
+@pytest.mark.parametrize("method", WITH_A_LINE)
+def test_lines_are_those_of_the_papers_unit(turns: dict[str, Turns], method: str) -> None:
     lines = turns[method]
-    places = [polar(method, w, b, delta) for delta in (0.0, *DELTAS)]
-    for i, (angle, distance) in enumerate(places):
+
+    for i, delta in enumerate(STEPS):
+        angle, distance = boundary_in_the_plane(method, delta)
         assert np.allclose(lines.directions[i], [math.cos(angle), math.sin(angle)])
         assert math.isclose(lines.lams[i], distance, rel_tol=1e-9)
-    assert np.allclose(lines.rotation, [find_angle(p[0], places[0][0]) for p in places[1:]])
-    assert np.allclose(lines.rotations[:, 1], lines.rotation)  # seed 1 is one of the many, too
+
+
+@pytest.mark.parametrize("method", WITH_A_LINE)
+def test_turns_are_those_of_the_papers_unit(turns: dict[str, Turns], method: str) -> None:
+    start, _ = boundary_in_the_plane(method, 0.0)
+
+    angles = [boundary_in_the_plane(method, delta)[0] for delta in DELTAS]
+
+    expected = [degrees_between(start, angle) for angle in angles]
+    assert np.allclose(turns[method].rotation, expected)
+
+
+@pytest.mark.parametrize("method", WITH_A_LINE)
+def test_the_papers_unit_is_one_of_the_many(turns: dict[str, Turns], method: str) -> None:
+    assert np.allclose(turns[method].rotations[:, 1], turns[method].rotation)  # seed 1
 
 
 @pytest.mark.parametrize("method", ["sp", "wn"])
@@ -74,8 +107,17 @@ def test_the_papers_seed_gives_the_turns_that_are_known(
     turns: dict[str, Turns], method: str
 ) -> None:
     assert np.allclose(turns[method].rotation, (4.1, 29.1, 59.6, 65.0), atol=0.05)
-    theta = np.degrees(np.arccos(turns[method].directions[:, 0]))  # without the sign of w_2
-    assert np.allclose(np.abs(theta[1:] - theta[0]), (4.1, 12.2, 18.3, 23.7), atol=0.05)
+
+
+@pytest.mark.parametrize("method", ["sp", "wn"])
+def test_the_papers_turns_are_those_without_the_sign_of_w_2(
+    turns: dict[str, Turns], method: str
+) -> None:
+    theta = np.degrees(np.arccos(turns[method].directions[:, 0]))
+
+    turn = np.abs(theta[1:] - theta[0])
+
+    assert np.allclose(turn, (4.1, 12.2, 18.3, 23.7), atol=0.05)
 
 
 @pytest.mark.parametrize("method", ["in", "gn", "sn"])
@@ -89,25 +131,59 @@ def test_a_step_as_long_as_the_weight_reverses_all_but_gmp(
 ) -> None:
     """GmP turns by the step's length, (1 + delta) ||w|| radians, intrinsic by its arcsine."""
     w, _ = papers_unit()
-    reach = (1 + np.array(DELTAS)) * np.linalg.norm(w)
-    expected = {"gmp": np.degrees(reach), "intrinsic": np.degrees(np.arcsin(reach))}
-    np.testing.assert_allclose(turns[method].reversal, expected.get(method, 180.0), rtol=1e-6)
+    length = (1 + np.array(DELTAS)) * np.linalg.norm(w)
+
+    expected = np.full(len(DELTAS), 180.0)
+    if method == "gmp":
+        expected = np.degrees(length)
+    elif method == "intrinsic":
+        expected = np.degrees(np.arcsin(length))
+
+    np.testing.assert_allclose(turns[method].reversal, expected, rtol=1e-6)
 
 
+@pytest.fixture
+def points() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(200, 2, generator=generator, dtype=torch.float64)
+
+
+def side_of_line(points: Tensor, lines: Turns, i: int) -> Array:
+    return np.sign(points.numpy() @ lines.directions[i] + lines.lams[i])
+
+
+@pytest.mark.parametrize("i", range(len(STEPS)), ids=map(str, STEPS))
 @torch.no_grad()
-def test_sn_turns_as_spectral_norm_itself_does(turns: dict[str, Turns]) -> None:
+def test_sn_turns_as_spectral_norm_itself_does(
+    turns: dict[str, Turns], points: Tensor, i: int
+) -> None:
     """The unit's sign in a layer of 100 changes where the line says."""
-    units = torch.from_numpy(0.001 * np.random.RandomState(1).randn(100, 3))
-    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for i, delta in enumerate((0.0, *DELTAS)):
-        layer = torch.nn.Linear(2, 100, dtype=torch.float64)
-        layer.weight.copy_(units[:, :2])
-        layer.bias.copy_(units[:, 2] / find_largest_singular_value(units[:, :2].numpy()))
-        layer.weight[0] += delta
-        layer.bias[0] += delta
-        normed = torch.nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=500)
-        side = x.numpy() @ turns["sn"].directions[i] + turns["sn"].lams[i]
-        assert (np.sign(normed(x)[:, 0].numpy()) == np.sign(side)).all()
+    units = torch.from_numpy(papers_layer())
+    weight, bias = units[:, :2], units[:, 2]
+    layer = nn.Linear(2, 100, dtype=torch.float64)
+    layer.weight.copy_(weight)
+    layer.bias.copy_(bias / find_largest_singular_value(weight.numpy()))
+    layer.weight[0] += STEPS[i]
+    layer.bias[0] += STEPS[i]
+
+    normalized = nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=500)
+    z = normalized(points)[:, 0]
+
+    np.testing.assert_array_equal(z.sign().numpy(), side_of_line(points, turns["sn"], i))
+
+
+@pytest.mark.parametrize("i", range(len(STEPS)), ids=map(str, STEPS))
+def test_ln_turns_as_layer_norm_itself_does(
+    turns: dict[str, Turns], points: Tensor, i: int
+) -> None:
+    """The unit's sign in a layer of 100 changes where the line says."""
+    units = torch.from_numpy(papers_layer())
+    units[0] += STEPS[i]
+    weight, bias = units[:, :2], units[:, 2]
+
+    z = nn.functional.layer_norm(points @ weight.T + bias, (100,))[:, 0]
+
+    np.testing.assert_array_equal(z.sign().numpy(), side_of_line(points, turns["ln"], i))
 
 
 @pytest.fixture(scope="module")
@@ -115,37 +191,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
 
 
-def test_ln_turns_as_layer_norm_itself_does(turns: dict[str, Turns]) -> None:
-    """The unit's sign in a layer of 100 changes where the line says."""
-    units = torch.from_numpy(0.001 * np.random.RandomState(1).randn(100, 3))
-    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for i, delta in enumerate((0.0, *DELTAS)):
-        moved = units.clone()
-        moved[0] += delta
-        z = torch.nn.functional.layer_norm(x @ moved[:, :2].T + moved[:, 2], (100,))[:, 0]
-        lines = turns["ln"]
-        side = x.numpy() @ lines.directions[i] + lines.lams[i]
-        assert (np.sign(z.numpy()) == np.sign(side)).all()
-
-
 def test_a_run_records_every_method_and_delta(finished: Run) -> None:
-    records = finished.records()
-    expected = [(method, delta) for method in METHODS for delta in DELTAS]
-    assert [(record["method"], record["delta"]) for record in records] == expected
-    for record in records:
+    recorded = [(record["method"], record["delta"]) for record in finished.records()]
+
+    assert recorded == [(method, delta) for method in METHODS for delta in DELTAS]
+
+
+def test_no_median_is_above_its_maximum(finished: Run) -> None:
+    for record in finished.records():
         assert record["rotation_median"] <= record["rotation_max"]
-        if record["method"] == "gmp":  # theorem 3.7: one angle, which moved by delta
+
+
+def test_no_unit_of_gmp_turns_by_more_than_delta(finished: Run) -> None:
+    """Theorem 3.7, for the one angle, which moved by delta."""
+    for record in finished.records():
+        if record["method"] == "gmp":
             assert record["rotation_max"] <= math.degrees(record["delta"]) + 1e-4
 
 
 def test_methods_without_a_line_have_no_figure_1(tmp_path: Path) -> None:
-    done = run(tmp_path, methods=("in", "gn"), seeds=2)
-    drawn = {path.stem for path in (done.folder / "figures").glob("*.png")}
-    assert drawn == {"figure2a-b", "figure5", "figure6"} and len(done.records()) == 8
+    short = run(tmp_path, methods=NORMS_OF_CHANNELS, seeds=2)
+
+    drawn = {path.stem for path in (short.folder / "figures").glob("*.png")}
+    assert drawn == FIGURES - {"figure1"}
+    assert len(short.records()) == 8
 
 
-def test_a_run_draws_its_figures_with_captions(finished: Run) -> None:
-    names = {"figure1", "figure2a-b", "figure5", "figure6"}
-    folder = finished.folder / "figures"
-    assert {path.stem for path in folder.glob("*.png")} == names
-    assert all(len((folder / f"{name}.txt").read_text()) > 40 for name in names)
+def test_a_run_draws_its_figures(finished: Run) -> None:
+    drawn = {path.stem for path in (finished.folder / "figures").glob("*.png")}
+
+    assert drawn == FIGURES
+
+
+@pytest.mark.parametrize("figure", sorted(FIGURES))
+def test_a_figure_has_a_caption(finished: Run, figure: str) -> None:
+    caption = (finished.folder / "figures" / f"{figure}.txt").read_text()
+
+    assert len(caption) > 40

@@ -32,17 +32,16 @@ TABLE = Table(
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No data, no cache and no proxy of the user's."""
     monkeypatch.delenv("GEOPARAM_DATA", raising=False)
     monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
-    return tmp_path
 
 
 def text(numbers: np.ndarray, separator: str = ",", header: str = "x0,x1,y\n") -> bytes:
-    rows = (separator.join(map(repr, row)) for row in numbers.tolist())
-    return (header + "\n".join(rows) + "\n").encode()
+    lines = [separator.join(map(repr, row)) for row in numbers.tolist()]
+    return (header + "\n".join(lines) + "\n").encode()
 
 
 def zipped(members: dict[str, bytes]) -> bytes:
@@ -89,39 +88,44 @@ def xlsx(numbers: np.ndarray) -> bytes:
     )
 
 
+def xls_record(kind: int, content: bytes = b"") -> bytes:
+    return struct.pack("<HH", kind, len(content)) + content
+
+
+def xls_beginning(kind: int) -> bytes:
+    return xls_record(0x809, struct.pack("<HHHHII", 0x600, kind, 0, 0, 0, 0))
+
+
+def xls_workbook(numbers: np.ndarray) -> bytes:
+    """The records of a workbook of one sheet, with the numbers below a row that is left empty."""
+    end = xls_record(0x0A)
+    offset = len(xls_beginning(5)) + 4 + 8 + 1 + len(end)
+    sheet = xls_record(0x85, struct.pack("<IHBB", offset, 0, 1, 0) + b"a")
+    workbook = xls_beginning(5) + sheet + end + xls_beginning(0x10)
+    for (i, j), value in np.ndenumerate(numbers):
+        workbook += xls_record(0x203, struct.pack("<HHHd", i + 1, j, 0, value))
+    return workbook + end
+
+
+def compound_entry(name: str, kind: int, child: int, start: int, size: int) -> bytes:
+    """An entry in the folder of a compound file."""
+    entry = name.encode("utf-16le").ljust(64, b"\0")
+    entry += struct.pack("<HBBiii", 2 * len(name) + 2, kind, 1, -1, -1, child)
+    entry += bytes(36)
+    entry += struct.pack("<iI", start, size)
+    return entry.ljust(128, b"\0")
+
+
 def xls(numbers: np.ndarray) -> bytes:
     """The smallest Excel 97 workbook: its records in eight sectors of a compound file."""
-
-    def record(kind: int, content: bytes) -> bytes:
-        return struct.pack("<HH", kind, len(content)) + content
-
-    def entry(name: str, kind: int, child: int, start: int, size: int) -> bytes:
-        links = struct.pack("<HBBiii", 2 * len(name) + 2, kind, 1, -1, -1, child)
-        return (
-            name.encode("utf-16le").ljust(64, b"\0")
-            + links
-            + bytes(36)
-            + struct.pack("<iI", start, size)
-        ).ljust(128, b"\0")
-
-    def begin(kind: int) -> bytes:
-        return record(0x809, struct.pack("<HHHHII", 0x600, kind, 0, 0, 0, 0))
-
-    cells = [
-        record(0x203, struct.pack("<HHHd", i, j, 0, value))
-        for i, row in enumerate(numbers.tolist(), start=1)
-        for j, value in enumerate(row)
-    ]
-    end = record(0x0A, b"")
-    offset = len(begin(5)) + 4 + 8 + 1 + len(end)
-    sheet = record(0x85, struct.pack("<IHBB", offset, 0, 1, 0) + b"a")
-    stream = (begin(5) + sheet + end + begin(0x10) + b"".join(cells) + end).ljust(4096, b"\0")
     header = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16)
     header += struct.pack("<HHHHH", 0x3E, 3, 0xFFFE, 9, 6) + bytes(10)
     header += struct.pack("<IiIIiIiI", 1, 1, 0, 4096, -2, 0, -2, 0)
     header += struct.pack("<109i", 0, *[-1] * 108)
     allocation = struct.pack("<128i", -3, -2, *range(3, 10), -2, *[-1] * 118)
-    folder = entry("Root Entry", 5, 1, -2, 0) + entry("Workbook", 2, -1, 2, 4096)
+    folder = compound_entry("Root Entry", 5, 1, -2, 0)
+    folder += compound_entry("Workbook", 2, -1, 2, 4096)
+    stream = xls_workbook(numbers).ljust(4096, b"\0")
     return header + allocation + folder.ljust(512, b"\0") + stream
 
 
@@ -142,22 +146,32 @@ FORMATS = {
 @pytest.mark.parametrize("content", FORMATS.values(), ids=FORMATS)
 def test_every_format_gives_the_same_numbers(content: bytes) -> None:
     numbers = table_files.parse(content, TABLE.files)
+
     np.testing.assert_array_equal(numbers, NUMBERS)
-    assert numbers.dtype == np.float64 and table_files.checksum(numbers) == TABLE.checksum
+    assert numbers.dtype == np.float64
+    assert table_files.checksum(numbers) == TABLE.checksum
 
 
 def test_an_old_workbook_is_read_with_xlrd() -> None:
     pytest.importorskip("xlrd")
+
     np.testing.assert_array_equal(table_files.parse(xls(NUMBERS)), NUMBERS)
+
+
+def test_a_damaged_old_workbook_is_refused() -> None:
+    pytest.importorskip("xlrd")
+
     with pytest.raises(ValueError, match="it is damaged"):
         table_files.parse(xls(NUMBERS)[:900])
 
 
 def test_an_old_workbook_needs_xlrd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xlrd", None)
-    with pytest.raises(ModuleNotFoundError) as error:  # the command line says what to install
+
+    with pytest.raises(ModuleNotFoundError) as error:
         table_files.parse(xls(NUMBERS))
-    assert error.value.name in INSTALL
+
+    assert error.value.name in INSTALL  # the command line says what to install
 
 
 @pytest.mark.parametrize(
@@ -178,60 +192,79 @@ def test_an_old_workbook_needs_xlrd(monkeypatch: pytest.MonkeyPatch) -> None:
         (zipped({"xl/workbook.xml": b'<?xml version="1.0" encoding="odd"?><w/>'}), "is damaged"),
     ],
 )
-def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -> None:
-    path = elsewhere / "toy.csv"
-    path.write_bytes(content)
+def test_broken_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "toy.csv").write_bytes(content)
+
     with pytest.raises(ValueError, match=f"toy.csv cannot be used: .*{message}.*get it anew"):
-        table_files.load(TABLE, elsewhere)
+        table_files.load(TABLE, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["toy.csv", "toys/toy.data"])
-def test_files_are_found_by_each_name_and_in_each_folder(elsewhere: Path, place: str) -> None:
-    path = elsewhere / "data" / place
+def test_files_are_found_by_each_name_and_in_each_folder(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "data" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(text(NUMBERS))
-    assert table_files.find(TABLE, elsewhere / "data") == path
-    np.testing.assert_array_equal(table_files.load(TABLE, elsewhere / "data"), NUMBERS)
+
+    assert table_files.find(TABLE, tmp_path / "data") == path
+    np.testing.assert_array_equal(table_files.load(TABLE, tmp_path / "data"), NUMBERS)
 
 
 def test_the_named_folder_comes_before_the_variable_and_the_cache(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = [elsewhere / "cache" / "data", elsewhere / "variable", elsewhere / "named"]
-    monkeypatch.setenv("GEOPARAM_DATA", str(places[1]))
-    for folder in places:
+    cache = tmp_path / "cache" / "data"
+    variable = tmp_path / "variable"
+    named = tmp_path / "named"
+    for folder in (cache, variable, named):
         folder.mkdir(parents=True)
-    for folder in places:
+    monkeypatch.setenv("GEOPARAM_DATA", str(variable))
+
+    for folder in (cache, variable, named):  # each comes before those that have the file already
         (folder / "toy.csv").write_bytes(text(NUMBERS))
-        assert table_files.find(TABLE, places[2]) == folder / "toy.csv"
+        assert table_files.find(TABLE, named) == folder / "toy.csv"
 
 
-def test_a_folder_that_does_not_exist_is_an_error(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = str(elsewhere / "nowhere")
+def test_a_named_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="the data folder is not a folder: .*nowhere"):
-        table_files.find(TABLE, missing)
-    monkeypatch.setenv("GEOPARAM_DATA", missing)
+        table_files.find(TABLE, str(tmp_path / "nowhere"))
+
+
+def test_a_folder_in_the_variable_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path / "nowhere"))
+
     with pytest.raises(FileNotFoundError, match="GEOPARAM_DATA is not a folder: .*nowhere"):
         table_files.find(TABLE)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Sends the content of a path, all of it or a part, or what the path's name asks for."""
+CONTENT_OF_PATH = {
+    "/csv": text(NUMBERS),
+    "/zip": FORMATS["zip"],
+    "/surplus": text(SURPLUS),
+    "/breaks": text(NUMBERS),
+    "/altered": text(NUMBERS + 1e-6),
+    "/login": b"<html>Please log in</html>",
+}
 
-    answers: dict[str, bytes] = {}
-    asked: list[str] = []
+
+class Handler(BaseHTTPRequestHandler):
+    """Sends the content of a path, or half of it where the path breaks."""
+
+    requests: list[str] = []
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
-        if self.path not in self.answers:
+        self.requests.append(self.path)
+        if self.path not in CONTENT_OF_PATH:
             return self.send_error(404)
-        content = self.answers[self.path]
+
+        content = CONTENT_OF_PATH[self.path]
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content[: len(content) // 2] if "breaks" in self.path else content)
+        if self.path == "/breaks":
+            content = content[: len(content) // 2]
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -239,16 +272,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    answers = {
-        "/csv": text(NUMBERS),
-        "/zip": FORMATS["zip"],
-        "/surplus": text(SURPLUS),
-        "/breaks": text(NUMBERS),
-        "/altered": text(NUMBERS + 1e-6),
-        "/login": b"<html>Please log in</html>",
-    }
-    monkeypatch.setattr(Handler, "answers", answers)
-    monkeypatch.setattr(Handler, "asked", [])
+    """The address of a server that runs during the test."""
+    monkeypatch.setattr(Handler, "requests", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -257,24 +282,28 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def at(address: str, *paths: str) -> Table:
+def table_at(address: str, *paths: str) -> Table:
     return dataclasses.replace(TABLE, urls=tuple(address + path for path in paths))
 
 
-def cached(elsewhere: Path) -> list[str]:
-    """What is in the cache, hidden files too."""
-    cache = elsewhere / "cache"
-    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file())
+def cached(base: Path) -> list[str]:
+    """The files in the cache, hidden ones too."""
+    cache = base / "cache"
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    return sorted(str(path.relative_to(cache)) for path in files)
 
 
 @pytest.mark.parametrize("path", ["/csv", "/zip", "/surplus"])
 def test_a_download_is_checked_kept_and_not_repeated(
-    elsewhere: Path, address: str, path: str
+    tmp_path: Path, address: str, path: str
 ) -> None:
-    for _ in range(2):
-        np.testing.assert_array_equal(table_files.load(at(address, path)), NUMBERS)
-    assert Handler.asked == [path]
-    assert cached(elsewhere) == ["data/toys/toy.csv"]
+    first = table_files.load(table_at(address, path))
+    second = table_files.load(table_at(address, path))
+
+    np.testing.assert_array_equal(first, NUMBERS)
+    np.testing.assert_array_equal(second, NUMBERS)
+    assert Handler.requests == [path]
+    assert cached(tmp_path) == ["data/toys/toy.csv"]
 
 
 @pytest.mark.parametrize(
@@ -287,19 +316,22 @@ def test_a_download_is_checked_kept_and_not_repeated(
     ],
 )
 def test_a_bad_download_is_explained_and_leaves_nothing(
-    elsewhere: Path, address: str, path: str, reason: str
+    tmp_path: Path, address: str, path: str, reason: str
 ) -> None:
     with pytest.raises(FileNotFoundError, match=f"(?s){path}: .*{reason}.*put it.*--data"):
-        table_files.load(at(address, path))
-    assert cached(elsewhere) == []
+        table_files.load(table_at(address, path))
+
+    assert cached(tmp_path) == []
 
 
-def test_the_second_source_serves_where_the_first_fails(elsewhere: Path, address: str) -> None:
-    table = at(address, "/nothing", "/breaks", "/altered", "/csv")
+def test_the_next_source_serves_where_one_fails(address: str) -> None:
+    table = table_at(address, "/nothing", "/breaks", "/altered", "/csv")
+
     np.testing.assert_array_equal(table_files.load(table), NUMBERS)
-    assert Handler.asked == ["/nothing", "/breaks", "/altered", "/csv"]
+    assert Handler.requests == ["/nothing", "/breaks", "/altered", "/csv"]
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:
-    (elsewhere / "cache").write_text("a file, not a folder")
-    np.testing.assert_array_equal(table_files.load(at(address, "/csv")), NUMBERS)
+def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path, address: str) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+
+    np.testing.assert_array_equal(table_files.load(table_at(address, "/csv")), NUMBERS)

@@ -8,22 +8,11 @@ there the direction is judged by differences between positions.
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.nn.utils.parametrizations import spectral_norm
 
 DELTA = 1e-2  # of the weight that is left, reversed
 ROW = 1
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@torch.no_grad()
-def shift_row(layer: nn.Module, step: Tensor, bias_step: float | Tensor = 0.0) -> None:
-    layer.weight[ROW] += step
-    if layer.bias is not None:
-        layer.bias[ROW] += bias_step
 
 
 @torch.no_grad()
@@ -31,14 +20,20 @@ def shift_row(layer: nn.Module, step: Tensor, bias_step: float | Tensor = 0.0) -
 @pytest.mark.parametrize("inputs", [4, 512])
 def test_ln_is_reversed_by_one_row(units: int, inputs: int) -> None:
     layer = nn.Linear(inputs, units, dtype=torch.float64)
-    norm, x = nn.LayerNorm(units, eps=0, dtype=torch.float64), torch.randn(200, inputs).double()
+    norm = nn.LayerNorm(units, eps=0, dtype=torch.float64)
+    x = torch.randn(200, inputs, dtype=torch.float64)
     before = norm(layer(x))[:, ROW]
+    length = layer.weight[ROW].norm()
+
     # The mean over units has a share of 1 / units of the row itself.
     factor = -(1 + DELTA) * units / (units - 1)
     step = factor * (layer.weight[ROW] - layer.weight.mean(0))
-    length = layer.weight[ROW].norm()
-    shift_row(layer, step, factor * (layer.bias[ROW] - layer.bias.mean()))
-    assert (norm(layer(x))[:, ROW].sign() == -before.sign()).all()
+    bias_step = factor * (layer.bias[ROW] - layer.bias.mean())
+    layer.weight[ROW] += step
+    layer.bias[ROW] += bias_step
+
+    after = norm(layer(x))[:, ROW]
+    assert torch.equal(after.sign(), -before.sign())
     assert step.norm() < 3.5 * length  # about the row's own length
 
 
@@ -47,24 +42,38 @@ def test_ln_is_reversed_by_one_row(units: int, inputs: int) -> None:
     "norm", [nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.GroupNorm(1, 8)], ids=str
 )
 def test_norms_over_positions_are_reversed_by_one_row(norm: nn.Module) -> None:
-    layer, x = nn.Conv2d(3, 8, 3, dtype=torch.float64), torch.randn(5, 3, 9, 9).double()
+    layer = nn.Conv2d(3, 8, 3, dtype=torch.float64)
+    norm = norm.double()
+    x = torch.randn(5, 3, 9, 9, dtype=torch.float64)
 
-    def differences() -> Tensor:
-        values = norm.double()(layer(x))[:, ROW].flatten(1)
+    def differences_between_positions() -> Tensor:
+        values = norm(layer(x))[:, ROW].flatten(1)
         return values.unsqueeze(1) - values.unsqueeze(2)
 
-    before = differences()
-    shift_row(layer, -(1 + DELTA) * layer.weight[ROW])
-    assert (differences().sign() == -before.sign()).all()
+    before = differences_between_positions()
+    layer.weight[ROW] *= -DELTA
+    after = differences_between_positions()
+
+    assert torch.equal(after.sign(), -before.sign())
 
 
 @torch.no_grad()
-def test_under_spectral_norm_units_turn_as_under_sp() -> None:
+def test_under_spectral_norm_units_keep_the_direction_of_the_stored_rows() -> None:
     layer = spectral_norm(nn.Linear(6, 8, bias=False, dtype=torch.float64)).eval()
-    held, before = layer.parametrizations.weight.original, layer.weight.clone()
-    held += 1e-3 * torch.randn_like(held)
-    torch.testing.assert_close(
-        nn.functional.normalize(layer.weight), nn.functional.normalize(held)
-    )
-    held[ROW] = -DELTA * before[ROW]
-    assert torch.cosine_similarity(layer.weight[ROW], before[ROW], dim=0) == pytest.approx(-1)
+    stored = layer.parametrizations.weight.original
+
+    stored += 1e-3 * torch.randn_like(stored)
+
+    torch.testing.assert_close(normalize(layer.weight), normalize(stored))
+
+
+@torch.no_grad()
+def test_under_spectral_norm_one_row_reverses_its_unit() -> None:
+    layer = spectral_norm(nn.Linear(6, 8, bias=False, dtype=torch.float64)).eval()
+    stored = layer.parametrizations.weight.original
+    before = layer.weight.clone()
+
+    stored[ROW] = -DELTA * before[ROW]
+
+    cosine = torch.cosine_similarity(layer.weight[ROW], before[ROW], dim=0)
+    assert cosine == pytest.approx(-1)
