@@ -10,7 +10,13 @@ from geoparam.analysis.history import History
 from geoparam_lab.training.images.angle_metric import AngleMetric
 
 INPUTS = torch.zeros(2, 5, dtype=TYPE)
-LATITUDES = torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]], dtype=TYPE)
+LATITUDES = torch.tensor(
+    [
+        [0.1, 1.5, 1.5, 0.2],
+        [0.3, 0.1, -0.2, 0.3],
+    ],
+    dtype=TYPE,
+)
 
 
 def record_metric(model: nn.Module) -> History:
@@ -28,8 +34,9 @@ def history() -> History:
 
 def find_products() -> torch.Tensor:
     """Return 1, cos t1, cos t1 cos t2, ... of each unit, without the last angle."""
-    products = LATITUDES.cos().cumprod(dim=1)
-    return torch.cat([torch.ones(2, 1, dtype=TYPE), products[:, :-1]], dim=1)
+    first = torch.ones(2, 1, dtype=TYPE)
+    others = LATITUDES[:, :-1].cos().cumprod(dim=1)
+    return torch.cat([first, others], dim=1)
 
 
 def test_the_smallest_product_of_cosines_is_recorded(history: History) -> None:

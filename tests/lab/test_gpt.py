@@ -9,7 +9,6 @@ from torch import nn
 
 from geoparam_lab import gpt
 
-
 CONTEXT = 12
 WIDTH = 32
 
@@ -36,7 +35,8 @@ def test_no_output_depends_on_later_bytes(norm: str, mlp: str, tokens: torch.Ten
     after = model(changed)
 
     torch.testing.assert_close(before[:, :7], after[:, :7])
-    assert (before[:, 7:] - after[:, 7:]).abs().max() > 1e-3
+    difference = before[:, 7:] - after[:, 7:]
+    assert difference.abs().max() > 1e-3
 
 
 def attend(attention: nn.Module, x: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -53,9 +53,10 @@ def attend(attention: nn.Module, x: torch.Tensor, rows: slice) -> torch.Tensor:
 def test_attention_is_softmax_attention_head_by_head() -> None:
     attention = build_gpt().blocks[0].attention
     x = torch.randn(2, CONTEXT, WIDTH)
-    heads = [attend(attention, x, slice(0, 16)), attend(attention, x, slice(16, 32))]
+    first_head = attend(attention, x, slice(0, 16))
+    second_head = attend(attention, x, slice(16, 32))
 
-    expected = attention.out(torch.cat(heads, dim=-1))
+    expected = attention.out(torch.cat([first_head, second_head], dim=-1))
 
     torch.testing.assert_close(attention(x), expected)
 
@@ -67,7 +68,9 @@ def test_rows_start_with_one_length_at_every_width(width: int) -> None:
     def find_mean_length(layer: nn.Linear) -> float:
         return layer.weight.norm(dim=1).mean().item()
 
-    query, up, down = map(find_mean_length, (block.attention.query, block.up, block.down))
+    query = find_mean_length(block.attention.query)
+    up = find_mean_length(block.up)
+    down = find_mean_length(block.down)
 
     assert query == pytest.approx(1 / math.sqrt(3), rel=0.05)
     assert up == pytest.approx(1 / math.sqrt(3), rel=0.05)
@@ -79,7 +82,8 @@ def test_zero_started_projections_leave_the_stream_alone(tokens: torch.Tensor) -
 
     stream = model.token(tokens) + model.position(torch.arange(CONTEXT))
 
-    torch.testing.assert_close(model(tokens), model.head(model.norm(stream)))
+    expected = model.head(model.norm(stream))
+    torch.testing.assert_close(model(tokens), expected)
 
 
 def test_a_tied_head_is_the_embedding() -> None:

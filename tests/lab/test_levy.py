@@ -116,7 +116,8 @@ class Single(NamedTuple):
 @pytest.fixture(scope="module", params=["sp", "gmp"])
 def stack(request: pytest.FixtureRequest) -> Stack:
     method = request.param
-    result, film = train(method, methods.METHODS[method].lr, epochs=150, patience=8)
+    lr = methods.METHODS[method].lr
+    result, film = train(method, lr, epochs=150, patience=8)
     return Stack(method, result, film)
 
 
@@ -183,7 +184,8 @@ def test_a_film_shows_the_locations_of_a_single_network(stack: Stack, single: Si
 
 
 def test_a_stack_has_the_moves_of_a_single_network(stack: Stack, single: Single) -> None:
-    expected = np.abs(np.diff(single.locations, axis=0)).max(axis=1)
+    steps = np.diff(single.locations, axis=0)
+    expected = np.abs(steps).max(axis=1)
 
     moves = stack.result.motion.displacement[: len(expected), single.seed]
 
@@ -367,7 +369,7 @@ def test_the_slider_has_finite_curves(name: str, finished: Run) -> None:
 def seven_seeds(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """More seeds than the slider shows, trained for three epochs."""
     folder = tmp_path_factory.mktemp("seeds") / "run"
-    return experiment.run(folder, methods=["sp", "gmp"], lrs=[0.1], epochs=3, jobs=1, seeds=7)
+    return run_briefly(folder, methods=["sp", "gmp"], lrs=[0.1], epochs=3, seeds=7)
 
 
 @pytest.mark.parametrize(("row", "method"), [(0, "sp"), (1, "gmp")])
@@ -471,19 +473,18 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(
 
 @pytest.mark.slow
 def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) -> None:
-    options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 20, "seeds": 2}
+    options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 20}
 
-    one_process = experiment.run(tmp_path / "one", **options, jobs=1)
-    two_processes = experiment.run(tmp_path / "two", **options, jobs=2)
+    one_process = run_briefly(tmp_path / "one", **options, jobs=1)
+    two_processes = run_briefly(tmp_path / "two", **options, jobs=2)
 
     assert lines(one_process) == lines(two_processes)
 
 
 def test_a_run_that_diverges_is_recorded_and_drawn(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"methods": ["sp", "gmp"], "epochs": 5, "seeds": 1, "jobs": 1}
+    run = run_briefly(tmp_path / "run", methods=["sp", "gmp"], lrs=[0.1, 1e300], epochs=5, seeds=1)
 
-    records = experiment.run(tmp_path / "run", lrs=[0.1, 1e300], **options).records()
-
+    records = run.records()
     assert [record["outcome"] for record in records] == ["finished", "diverged"] * 2
     diverged = [record for record in records if record["outcome"] == "diverged"]
     assert all(record["epochs"] < 5 for record in diverged)
@@ -492,7 +493,8 @@ def test_a_run_that_diverges_is_recorded_and_drawn(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_full_protocol_reproduces_the_reference(tmp_path: Path) -> None:
     """Twenty seeds gave SP 1.166 +- 0.008, and 13 of 20 below 0.6 under GmP (results/LOG.md)."""
-    records = experiment.run(tmp_path / "run", methods=["sp", "gmp"], seeds=5).records()
+    run = experiment.run(tmp_path / "run", methods=["sp", "gmp"], seeds=5)
+    records = run.records()
 
     def find_errors(method: str, lr: float) -> list[float]:
         chosen = [r for r in records if r["method"] == method and r["lr"] == lr]
