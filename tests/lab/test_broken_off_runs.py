@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import forked
 import numpy as np
@@ -36,16 +36,32 @@ DISK_FULL = 3  # the exit status of a child whose disk is full
 
 
 def run_images(out: Path) -> None:
-    options: Any = {"methods": ["bn", "gmp+imn"], "seeds": 1, "batch_sizes": [16], "lrs": [0.1]}
-    options |= {"epochs": 2, "precision": "fp32", "widths": WIDTHS, "keep_weights": True}
-    images.run(out, data=source(), resume=True, **options)
+    images.run(
+        out,
+        data=source(),
+        resume=True,
+        methods=["bn", "gmp+imn"],
+        seeds=1,
+        batch_sizes=[16],
+        lrs=[0.1],
+        epochs=2,
+        precision="fp32",
+        widths=WIDTHS,
+        keep_weights=True,
+    )
 
 
 def run_text(out: Path) -> None:
     data = out.parent / "words.txt"
     data.write_bytes(bytes(text().train))
-    options: Any = {"methods": ["turn", "adamw"], "widths": [16], "depths": [1], "steps": [6]}
-    options |= {"batch_sizes": [4], "lrs": [0.01]}
+    options: dict[str, Any] = {
+        "methods": ["turn", "adamw"],
+        "widths": [16],
+        "depths": [1],
+        "steps": [6],
+        "batch_sizes": [4],
+        "lrs": [0.01],
+    }
     texts.run(out, data=data, resume=True, **options, **SMALL)
 
 
@@ -79,28 +95,45 @@ def count_events(kind: str, out: Path, report: Path) -> None:
 
 
 def run_until(kind: str, out: Path, last: int) -> None:
-    """Run a sweep in which the event number `last` is a kill."""
-    left = iter(range(last - 1, -1, -1))
-    run_in_child(kind, out, lambda: os.kill(os.getpid(), signal.SIGKILL) if not next(left) else 0)
+    """Run a sweep that is killed before the event with the number `last`."""
+    events = 0
+
+    def kill_at_last() -> None:
+        nonlocal events
+        events += 1
+        if events == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_in_child(kind, out, kill_at_last)
+
+
+class Sweep(NamedTuple):
+    """A sweep that nothing disturbed."""
+
+    kind: str
+    run: Run
+    events: int
 
 
 @pytest.fixture(scope="module", params=SWEEPS)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kind of a sweep, its undisturbed run, and how many events that had."""
-    folder = tmp_path_factory.mktemp("whole")
-    child = forked.start(count_events, request.param, folder / "run", folder / "events")
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    kind = request.param
+    folder = tmp_path_factory.mktemp("undisturbed")
+    report = folder / "events"
+    child = forked.start(count_events, kind, folder / "run", report)
     assert forked.end(child) == 0
-    return request.param, Run.open(folder / "run"), int((folder / "events").read_text())
+    return Sweep(kind, Run.open(folder / "run"), int(report.read_text()))
 
 
 def by_name(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the records without what depends on the clock."""
     return {record["name"]: without_times(record) for record in run.records()}
 
 
 def assert_readable(folder: Path, expected: Run) -> None:
-    """Assert that whatever is recorded in a folder is what the undisturbed run has."""
+    """Assert that all records and curves in a folder are those of the undisturbed run."""
     if not (folder / "config.json").exists():
-        return
+        return  # the run had not begun
     run = Run.open(folder)
     run.sessions()
     for name, record in by_name(run).items():
@@ -109,23 +142,35 @@ def assert_readable(folder: Path, expected: Run) -> None:
         np.testing.assert_equal(curves, without_times(expected.curves(name)))
 
 
-def assert_resumes(kind: str, folder: Path, expected: Run) -> None:
-    assert forked.end(forked.start(run_in_child, kind, folder)) == 0
-    assert_readable(folder, expected)
-    assert by_name(Run.open(folder)).keys() == by_name(expected).keys()
+def assert_same_weights(folder: Path, expected: Path) -> None:
+    for path in (expected / "weights").glob("*.pt"):
+        weights = torch.load(folder / "weights" / path.name)
+        for name, value in torch.load(path).items():
+            assert torch.equal(weights[name], value), name
+
+
+def assert_resumes(folder: Path, expected: Sweep) -> None:
+    """Assert that a resumed sweep ends as the undisturbed one did."""
+    resumed = forked.start(run_in_child, expected.kind, folder)
+    assert forked.end(resumed) == 0
+    assert_readable(folder, expected.run)
+    assert by_name(Run.open(folder)).keys() == by_name(expected.run).keys()
     assert not (folder / "checkpoints").exists()
-    for path in (expected.folder / "weights").glob("*.pt"):
-        ours, theirs = (torch.load(f / "weights" / path.name) for f in (folder, expected.folder))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(folder, expected.run.folder)
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_kill_before_any_write_loses_nothing(whole: Any, moment: int, tmp_path: Path) -> None:
-    kind, expected, events = whole
-    child = forked.start(run_until, kind, tmp_path / "run", 1 + moment * events // MOMENTS)
+def test_a_kill_before_any_write_loses_nothing(
+    undisturbed: Sweep, moment: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    last = 1 + moment * undisturbed.events // MOMENTS
+
+    child = forked.start(run_until, undisturbed.kind, folder, last)
+
     assert forked.end(child) == -signal.SIGKILL
-    assert_readable(tmp_path / "run", expected)
-    assert_resumes(kind, tmp_path / "run", expected)
+    assert_readable(folder, undisturbed.run)
+    assert_resumes(folder, undisturbed)
 
 
 @pytest.fixture
@@ -143,10 +188,13 @@ def resize(disk: Path, kilobytes: int) -> None:
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_full_disk_loses_nothing(whole: Any, moment: int, disk: Path) -> None:
-    kind, expected, _ = whole
+def test_a_full_disk_loses_nothing(undisturbed: Sweep, moment: int, disk: Path) -> None:
+    folder = disk / "run"
     resize(disk, 16 + 4 * moment)  # in pages of 4 kB; either sweep needs more
-    assert forked.end(forked.start(run_in_child, kind, disk / "run")) == DISK_FULL
-    assert_readable(disk / "run", expected)
+
+    child = forked.start(run_in_child, undisturbed.kind, folder)
+
+    assert forked.end(child) == DISK_FULL
+    assert_readable(folder, undisturbed.run)
     resize(disk, 65_536)
-    assert_resumes(kind, disk / "run", expected)
+    assert_resumes(folder, undisturbed)

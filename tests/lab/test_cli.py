@@ -1,5 +1,6 @@
 """The command line, called as a user calls it."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import inspect
@@ -29,7 +30,7 @@ from geoparam_lab.run_folder import Run
 from geoparam_lab.training.images.loop import Training
 
 
-class Told(NamedTuple):
+class Ended(NamedTuple):
     """How a command ended: its status, and what it printed."""
 
     status: Any
@@ -37,60 +38,134 @@ class Told(NamedTuple):
     err: str
 
 
-Geoparam = Callable[..., Told]
+Geoparam = Callable[..., Ended]
 
 
 @pytest.fixture
 def geoparam(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Geoparam:
     """Runs ``geoparam WORDS`` in this process."""
 
-    def run(*words: object) -> Told:
+    def run(*words: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["geoparam", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit:
             cli.main()
-        return Told(ended.value.code, *capfd.readouterr())
+        return Ended(exit.value.code, *capfd.readouterr())
 
     return run
 
 
-def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
-    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
-    monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path))  # whatever lies there
-    monkeypatch.setattr("geoparam_lab.data.table_files.fetch", None)
-    out = tmp_path / "new" / "folder"
-    short = ("demo", "--out", out, "--epochs", 2, "--seeds", 1, "--jobs", 1)
-    status, printed, errors = geoparam(*short)
-    assert status == 0 and errors == ""  # no bars where there is no terminal
-    assert "by 65° under SP" in printed.replace("\n", " ")
-    assert len(Run.open(out / "levy").records()) == 4 * 2
-    assert "None of this shows" in printed and "generated" in printed
-    assert str(out / "report.html") in printed.replace("\n", "")
-    page = (out / "report.html").read_text()
-    assert "<html" in page[:500] and page.count("data-slider id=") >= 2
-    assert "demo --seeds 1 --epochs 2 --out" in page and "cannot be drawn" not in page
-    monkeypatch.setattr(toys, "train", None)
-    assert geoparam(*short).status == 0
-    assert Run.open(out / "levy").sessions()[-1]["command"].endswith("/levy --resume")
-    assert "--resume" in geoparam(*short, "--no-resume").err
-    commands = [Run.open(path).info["command"] for path in out.glob("[lb]*")]
-    assert sorted(command.split(" --out")[0] for command in commands) == [
+# --- demo ---------------------------------------------------------------------------------------
+
+
+class Demo(NamedTuple):
+    """A demo without file and network: its command, its folder and how it ended."""
+
+    words: list[str]
+    folder: Path
+    ended: Ended
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    words = ["demo", "--out", str(folder), "--epochs", "2", "--seeds", "1", "--jobs", "1"]
+    out = io.StringIO()
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GEOPARAM_DATA", str(tmp_path_factory.mktemp("data")))
+        patch.setattr("geoparam_lab.data.table_files.fetch", None)
+        patch.setattr(toys, "save_figures", lambda *_: None)
+        patch.setattr(sys, "argv", ["geoparam", *words])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with pytest.raises(SystemExit) as exit:
+                cli.main()
+    return Demo(words, folder, Ended(exit.value.code, out.getvalue(), err.getvalue()))
+
+
+def test_demo_needs_neither_file_nor_network(demo: Demo) -> None:
+    assert demo.ended.status == 0
+    assert len(Run.open(demo.folder / "levy").records()) == 4 * 2
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(demo: Demo) -> None:
+    assert demo.ended.err == ""
+
+
+def test_demo_prints_its_results_and_what_they_do_not_show(demo: Demo) -> None:
+    unwrapped = demo.ended.out.replace("\n", " ")
+
+    assert "by 65° under SP" in unwrapped
+    assert "None of this shows" in unwrapped
+    assert "generated" in unwrapped
+
+
+def test_demo_prints_where_its_page_is(demo: Demo) -> None:
+    unwrapped = demo.ended.out.replace("\n", "")
+
+    assert str(demo.folder / "report.html") in unwrapped
+
+
+def test_demo_writes_a_page(demo: Demo) -> None:
+    page = (demo.folder / "report.html").read_text()
+
+    assert "<html" in page[:500]
+    assert page.count("data-slider id=") >= 2
+    assert "demo --seeds 1 --epochs 2 --out" in page
+    assert "cannot be drawn" not in page
+
+
+def test_the_runs_of_demo_have_commands_of_their_own(demo: Demo) -> None:
+    commands = [Run.open(path).info["command"] for path in demo.folder.glob("[lb]*")]
+
+    without_folder = sorted(command.split(" --out")[0] for command in commands)
+    assert without_folder == [
         "geoparam run banana --seeds 1 --epochs 2 --source generated",
         "geoparam run levy --seeds 1 --epochs 2",
     ]
+
+
+def test_a_second_demo_resumes_the_first(
+    demo: Demo, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.setattr(toys, "train", None)  # all is trained
+
+    assert geoparam(*demo.words).status == 0
+    session = Run.open(demo.folder / "levy").sessions()[-1]
+    assert session["command"].endswith("/levy --resume")
+
+
+def test_a_second_demo_is_refused_without_resume(demo: Demo, geoparam: Geoparam) -> None:
+    assert "--resume" in geoparam(*demo.words, "--no-resume").err
+
+
+def test_demo_leaves_a_page_that_is_not_its_own(tmp_path: Path, geoparam: Geoparam) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("precious")
+
+    assert "--force" in geoparam("demo", "--out", tmp_path).err
+    assert page.read_text() == "precious"
+
+
+# --- run ----------------------------------------------------------------------------------------
 
 
 def test_run_prints_the_table_and_where_everything_is(
     tmp_path: Path, geoparam: Geoparam, undrawn: None
 ) -> None:
     out = tmp_path / "levy"
-    options = ("--methods", "sp,gmp+imn", "--seeds", 2, "--epochs", 3, "--jobs", 1)
-    status, printed, errors = geoparam("run", "levy", "--out", out, *options)
-    assert "| GmP+IMN | 0.1 " in printed and "1.104" in printed and str(out) in printed
-    assert (status, errors) == (0, "") and "Records, curves are in" in printed  # no figures
+    options = "--methods sp,gmp+imn --seeds 2 --epochs 3 --jobs 1"
+
+    status, printed, errors = geoparam("run", "levy", "--out", out, *options.split())
+
+    assert (status, errors) == (0, "")
+    assert "| GmP+IMN | 0.1 " in printed
+    assert "1.104" in printed
+    assert str(out) in printed
+    assert "Records, curves are in" in printed  # there are no figures
     run = Run.open(out)
     assert run.info["command"].startswith("geoparam run levy --out")
-    assert run.config["lrs"] == [0.01, 0.1] and len(run.records()) == 8
+    assert run.config["lrs"] == [0.01, 0.1]
+    assert len(run.records()) == 8
 
 
 @pytest.mark.parametrize(
@@ -112,32 +187,37 @@ def test_run_prints_the_table_and_where_everything_is(
         ("imagenet --data missing-folder", "missing-folder"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(
+def test_mistakes_are_explained_without_a_traceback(
     command: str, message: str, tmp_path: Path, geoparam: Geoparam
 ) -> None:
-    told = geoparam("run", *command.split(), "--out", tmp_path / "run")
-    assert message in told.err and told.err.count("\n") == 1 and told.status == 2
+    ended = geoparam("run", *command.split(), "--out", tmp_path / "run")
+
+    assert ended.status == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 def replace_run(
     monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., Run | None]
 ) -> dict[str, Any]:
-    """Let an experiment do this instead; returns the arguments that it will be called with."""
-    experiment, given = experiments.find(name), {}
+    """Replace what an experiment does; return the arguments that it will be called with."""
+    experiment = experiments.find(name)
+    signature = inspect.signature(experiment.run)
+    received: dict[str, Any] = {}
 
     def fake(*arguments: Any, **options: Any) -> Run | None:
-        bound = inspect.signature(experiment.run).bind(*arguments, **options)
+        bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
-        given.update(bound.arguments)
-        given.update(given.pop("settings", {}))
+        received.update(bound.arguments)
+        received.update(received.pop("settings", {}))
         return run()
 
-    fake.__signature__ = inspect.signature(experiment.run)  # type: ignore[attr-defined]
+    fake.__signature__ = signature  # type: ignore[attr-defined]
     entry = ENTRIES[name]
     module = sys.modules[f"geoparam_lab.experiments.{entry.module}"]
     monkeypatch.setattr(module, entry.record, dataclasses.replace(experiment, run=fake))
-    return given
+    return received
 
 
 @pytest.mark.parametrize(
@@ -145,19 +225,32 @@ def replace_run(
     [
         (
             "uci --datasets energy,yacht --protocol heldout --lrs 0.1 --seeds 4 --resume",
-            {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4}
-            | {"resume": True, "methods": ("sp", "wn", "bn", "gmp")},
+            {
+                "datasets": ["energy", "yacht"],
+                "protocol": "heldout",
+                "lrs": [0.1],
+                "seeds": 4,
+                "resume": True,
+                "methods": ("sp", "wn", "bn", "gmp"),
+            },
         ),
         (
             "imagenet32 --data npz --batch-sizes 256,1024 --widths 8,8 --keep-weights "
             "--methods gmp --method bn:lr=0.4,0.8 --method sp --time-to 40,45 --select 0.1",
-            {"data": Path("npz"), "batch_sizes": [256, 1024], "keep_weights": True}
-            | {"methods": ["gmp"], "method": ["bn:lr=0.4,0.8", "sp"], "time_to": [40, 45]}
-            | {"widths": [8, 8], "select": 0.1},
+            {
+                "data": Path("npz"),
+                "batch_sizes": [256, 1024],
+                "keep_weights": True,
+                "methods": ["gmp"],
+                "method": ["bn:lr=0.4,0.8", "sp"],
+                "time_to": [40, 45],
+                "widths": [8, 8],
+                "select": 0.1,
+            },
         ),
         (
             "imagenet --data jpeg --lrs 0.1,0.3 --nesterov --accumulate 2",
-            {"experiment": "imagenet", "lrs": [0.1, 0.3], "nesterov": True} | {"accumulate": 2},
+            {"experiment": "imagenet", "lrs": [0.1, 0.3], "nesterov": True, "accumulate": 2},
         ),
     ],
 )
@@ -170,109 +263,154 @@ def test_options_reach_the_experiment(
     finished: Path,
 ) -> None:
     name = command.split()[0]
-    given = replace_run(monkeypatch, name, lambda: Run.open(finished))
-    assert geoparam("run", *command.split(), "--out", tmp_path).status == 0
-    given.setdefault("experiment", name)
-    assert expected.items() <= given.items() and given["out"] == tmp_path
+    received = replace_run(monkeypatch, name, lambda: Run.open(finished))
+
+    ended = geoparam("run", *command.split(), "--out", tmp_path)
+
+    assert ended.status == 0
+    received.setdefault("experiment", name)
+    assert received["out"] == tmp_path
+    assert {option: received[option] for option in expected} == expected
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_option_has_a_help_text(name: str) -> None:
     described = options.list_options(experiments.find(name))
-    assert all(len(option.help) > 10 for option in described.values())
+    for option in described.values():
+        assert len(option.help) > 10
 
 
 def test_help_shows_defaults(geoparam: Geoparam) -> None:
     assert "Default: sp,wn,bn,gmp." in geoparam("run", "levy", "--help").out
 
 
-def test_ctrl_c_says_how_to_go_on(
+def test_ctrl_c_ends_quietly(
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_run(monkeypatch, "levy", Mock(side_effect=KeyboardInterrupt))
+
+    ended = geoparam("run", "levy", "--out", tmp_path / "run")
+
+    assert ended == (130, "", "\nInterrupted.\n")
+
+
+def test_ctrl_c_says_how_to_continue(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_run(monkeypatch, "levy", Mock(side_effect=KeyboardInterrupt))
     out = tmp_path / "my run"
-    assert geoparam("run", "levy", "--out", out) == (130, "", "\nInterrupted.\n")
     out.mkdir()
-    status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
-    assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
+
+    ended = geoparam("run", "levy", "--seeds", 3, "--out", out)
+
+    assert ended.status == 130
+    assert f"geoparam run levy --seeds 3 --out '{out}' --resume" in ended.err
 
 
 def test_a_failure_on_the_way_has_another_status_than_a_mistake(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_run(monkeypatch, "levy", Mock(side_effect=OSError(28, "No space left on device")))
-    status, _, told = geoparam("run", "levy", "--out", tmp_path)
-    assert status == 1 and told == "[Errno 28] No space left on device\n"
+    failure = OSError(28, "No space left on device")
+    replace_run(monkeypatch, "levy", Mock(side_effect=failure))
+
+    ended = geoparam("run", "levy", "--out", tmp_path)
+
+    assert ended.status == 1
+    assert ended.err == "[Errno 28] No space left on device\n"
 
 
-SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
-SMALL += ("--precision", "fp32")
-
-
-@pytest.mark.parametrize("kind", ["imagenet32", "imagenet"])
-def test_images_in_both_layouts(
-    kind: str, tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None
+def assert_images_are_trained_on(
+    geoparam: Geoparam, experiment: str, data: Path, out: Path, options: str
 ) -> None:
-    if kind == "imagenet32":
-        data = tiny_images.write_npz(tmp_path / "data", classes=6, train=16, val=8)
-        own = ("--widths", "4,4,4,4,4,4")
-    else:
-        pytest.importorskip("torchvision")
-        data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
-        own = ("--size", "32", "--workers", "0", "--widths", "4")
-    out = tmp_path / "run"
-    status, printed, errors = geoparam("run", kind, "--data", data, "--out", out, *SMALL, *own)
+    """Assert that a short run over images prints, records and draws its result."""
+    words = ["run", experiment, "--data", data, "--out", out, *options.split()]
+    words += "--methods gmp+imn --batch-sizes 8 --seeds 1 --epochs 1 --precision fp32".split()
+
+    status, printed, errors = geoparam(*words)
+
     assert (status, errors) == (0, "")
-    assert "GmP+IMN" in printed and "6 classes" in printed and str(out) in printed
-    [record] = Run.open(out).records()
-    assert record["lr"] == 0.1 and record["outcome"] == "finished"
+    assert "GmP+IMN" in printed
+    assert "6 classes" in printed
+    assert str(out) in printed
+    run = Run.open(out)
+    [record] = run.records()
+    assert record["lr"] == 0.1
+    assert record["outcome"] == "finished"
+    assert run.info["command"].startswith(f"geoparam run {experiment} --data")
     assert (out / "figures" / "figure4.png").exists()
-    assert Run.open(out).info["command"].startswith(f"geoparam run {kind} --data")
 
 
-def test_resnet50_trains_on_jpeg_files_goes_on_and_is_evaluated(
+def test_packed_images_are_trained_on(
+    tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None
+) -> None:
+    data = tiny_images.write_npz(tmp_path / "data", classes=6, train=16, val=8)
+    options = "--widths 4,4,4,4,4,4"
+
+    assert_images_are_trained_on(geoparam, "imagenet32", data, tmp_path / "run", options)
+
+
+def test_images_in_folders_are_trained_on(
+    tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None
+) -> None:
+    pytest.importorskip("torchvision")
+    data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
+    options = "--size 32 --workers 0 --widths 4"
+
+    assert_images_are_trained_on(geoparam, "imagenet", data, tmp_path / "run", options)
+
+
+def test_resnet50_learns_from_jpeg_files_and_resumes_after_ctrl_c(
     tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ImageNet's stem, which images above 64 pixels have."""
     pytest.importorskip("torchvision")
     data = tiny_images.write_folders(tmp_path / "data", classes=3, per_class=8, size=90)
-    words = ["run", "imagenet", "--data", data, "--network", "resnet50", "--widths", 4]
-    words += ["--methods", "gmp+imn", "--size", 80, "--workers", 0, "--batch-sizes", 8]
-    words += ["--seeds", 1, "--epochs", 6, "--lrs", 0.3, "--recalibrate", 3]
-    words += ["--precision", "fp32", "--out"]
-    assert geoparam(*words, tmp_path / "whole").status == 0
-    evaluate, epochs = Training.end_part, []
+    options = (
+        "--network resnet50 --widths 4 --methods gmp+imn --size 80 --workers 0 --batch-sizes 8 "
+        "--seeds 1 --epochs 6 --lrs 0.3 --recalibrate 3 --precision fp32"
+    )
+    words = ["run", "imagenet", "--data", data, *options.split(), "--out"]
+    end_part = Training.end_part
+    epochs: list[int] = []
 
     def end_epoch(training: Training) -> None:
         epochs.append(training.epoch)
         if epochs == [0, 1]:
             raise KeyboardInterrupt
-        evaluate(training)
+        end_part(training)
 
+    assert geoparam(*words, tmp_path / "whole").status == 0
     monkeypatch.setattr(Training, "end_part", end_epoch)
-    assert geoparam(*words, tmp_path / "run").status == 130
-    assert geoparam(*words, tmp_path / "run", "--resume").status == 0
-    assert epochs == [0, 1, 1, 2, 3, 4, 5]  # the first epoch is not done again
-    [record], [expected] = (Run.open(tmp_path / n).records() for n in ("run", "whole"))
-    assert record["top1"] == expected["top1"] > 50  # three classes
+    assert geoparam(*words, tmp_path / "parts").status == 130
+    assert geoparam(*words, tmp_path / "parts", "--resume").status == 0
+
+    assert epochs == [0, 1, 1, 2, 3, 4, 5]  # the first epoch is not trained again
+    [record] = Run.open(tmp_path / "parts").records()
+    [expected] = Run.open(tmp_path / "whole").records()
+    assert record["top1"] == expected["top1"] > 50  # there are three classes
     assert record["train_loss"] == expected["train_loss"] < 1.0
 
 
-def test_followers_are_silent(
+def test_only_the_first_of_several_processes_prints(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    given = replace_run(monkeypatch, "imagenet32", lambda: None)
-    assert geoparam("run", "imagenet32", "--data", "npz", "--out", tmp_path) == (0, "", "")
-    assert given["progress"] is None
+    received = replace_run(monkeypatch, "imagenet32", lambda: None)
+
+    ended = geoparam("run", "imagenet32", "--data", "npz", "--out", tmp_path)
+
+    assert ended == (0, "", "")
+    assert received["progress"] is None
 
 
 def test_an_interrupt_before_a_command_begins_ends_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("geoparam_lab.cli.app", Mock(side_effect=KeyboardInterrupt))
+
     with pytest.raises(SystemExit, match="130"):
         cli.main()
+
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
@@ -280,22 +418,32 @@ def test_the_package_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["geoparam", "run", "imagenet", "--help"])
+
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("geoparam", run_name="__main__")
+
     assert "Usage: geoparam run imagenet" in capsys.readouterr().out
 
 
 def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(running, "Console", lambda stderr: console)
+
     with running.progress() as bar:
         assert bar is not None
         bar("Levy", 10, 40)
         bar("Levy", 20, 40)
         bar("Levy figures", 1, 4)
-    assert all(text in screen.getvalue() for text in ("time left", "Levy figures", "25%"))
+
+    shown = screen.getvalue()
+    assert "time left" in shown
+    assert "Levy figures" in shown
+    assert "25%" in shown
+
+
+# --- table and report ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -309,46 +457,104 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "units"
 
 
-def test_table_prints_or_writes(finished: Path, tmp_path: Path, geoparam: Geoparam) -> None:
+def test_table_prints(finished: Path, geoparam: Geoparam) -> None:
     assert "| SP " in geoparam("table", finished).out
+
+
+def test_table_writes_a_file_where_one_is_named(
+    finished: Path, tmp_path: Path, geoparam: Geoparam
+) -> None:
     out = tmp_path / "sub" / "table.md"
-    assert geoparam("table", finished, "--out", out) == (0, "", "")
+
+    ended = geoparam("table", finished, "--out", out)
+
+    assert ended == (0, "", "")
     assert "| SP " in out.read_text()
-    told = geoparam("table", tmp_path / "nothing")
-    assert "does not exist" in told.err and told.status == 2
+
+
+def test_table_of_no_folder_is_refused(tmp_path: Path, geoparam: Geoparam) -> None:
+    ended = geoparam("table", tmp_path / "nothing")
+
+    assert ended.status == 2
+    assert "does not exist" in ended.err
 
 
 def test_a_terminal_without_the_signs_of_a_table_shows_the_rest(
     finished: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+
     assert geoparam("table", finished).status == 0
-    assert b"| SP " in printed.getvalue() and b"?" in printed.getvalue()
+    assert b"| SP " in screen.getvalue()
+    assert b"?" in screen.getvalue()
 
 
 def test_report_writes_one_page_of_a_folder_of_runs(
     finished: Path, tmp_path: Path, geoparam: Geoparam
 ) -> None:
     out = tmp_path / "page.html"
-    status, printed, _ = geoparam("report", finished.parent, "--out", out)
-    assert status == 0 and str(out) in printed
-    titles = [experiments.find(name).title for name in ("levy", "perturbation")]
-    assert all(title in out.read_text() for title in titles)
+
+    ended = geoparam("report", finished.parent, "--out", out)
+
+    assert ended.status == 0
+    assert str(out) in ended.out
+    page = out.read_text()
+    assert experiments.find("levy").title in page
+    assert experiments.find("perturbation").title in page
 
 
 @pytest.mark.parametrize("command", ["table", "report"])
-def test_a_damaged_run_is_left_out_and_named(
+def test_damaged_runs_are_left_out_and_named(
     command: str, tmp_path: Path, geoparam: Geoparam, finished: Path
 ) -> None:
-    shutil.copytree(finished, tmp_path / "runs" / "b")
-    for name, content in (("a", "{"), ("c", '{"method": "sp"}\n')):
-        shutil.copytree(finished, tmp_path / "runs" / name)
-        (tmp_path / "runs" / name / "metrics.jsonl").write_text(f"{content}\n")
+    runs = tmp_path / "runs"
+    for name in ("cut", "whole", "without_fields"):
+        shutil.copytree(finished, runs / name)
+    (runs / "cut" / "metrics.jsonl").write_text("{\n")
+    (runs / "without_fields" / "metrics.jsonl").write_text('{"method": "sp"}\n\n')
     out = tmp_path / "out"
-    told = geoparam(command, tmp_path / "runs", "--out", out).status
-    assert "Left out: " in told and "a/metrics.jsonl, line 1" in told and "c/metrics" in told
-    assert "Perturbed units: b" in out.read_text()
+
+    warning = geoparam(command, runs, "--out", out).status
+
+    assert "Left out: " in warning
+    assert "cut/metrics.jsonl, line 1" in warning
+    assert "without_fields/metrics" in warning
+    assert "Perturbed units: whole" in out.read_text()
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "notes.txt"])
+def test_files_are_overwritten_by_force_alone(
+    command: str, name: str, tmp_path: Path, geoparam: Geoparam, finished: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text("precious")
+
+    assert "--force" in geoparam(command, finished, "--out", path).err
+    assert path.read_text() == "precious"
+    assert geoparam(command, finished, "--out", path, "--force").status == 0
+    assert path.read_text() != "precious"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "notes.txt"])
+def test_a_page_of_ours_may_be_overwritten(
+    name: str, tmp_path: Path, geoparam: Geoparam, finished: Path
+) -> None:
+    words = ("report", finished, "--out", tmp_path / name)
+    geoparam(*words)
+
+    assert geoparam(*words).status == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "notes.txt"])
+def test_a_table_of_ours_is_not_overwritten(
+    name: str, tmp_path: Path, geoparam: Geoparam, finished: Path
+) -> None:
+    words = ("table", finished, "--out", tmp_path / name)
+    geoparam(*words)
+
+    assert "--force" in geoparam(*words).err
 
 
 def test_a_pipe_that_is_closed_ends_the_command_quietly(finished: Path) -> None:
@@ -359,26 +565,57 @@ def test_a_pipe_that_is_closed_ends_the_command_quietly(finished: Path) -> None:
         assert process.stderr.read() == b""
 
 
-def test_bench_lists_runs_and_refuses(
+# --- bench, help and version --------------------------------------------------------------------
+
+
+def test_bench_lists_the_benchmarks(geoparam: Geoparam) -> None:
+    listed = geoparam("bench").out
+
+    assert "weight" in listed
+    assert "timing" not in listed  # a module that benchmarks share
+
+
+def test_bench_passes_options_to_the_benchmark(geoparam: Geoparam) -> None:
+    ended = geoparam("bench", "turns", "--steps", "few")
+
+    assert ended.status == 2
+    assert "invalid int value: 'few'" in ended.err
+
+
+def test_bench_refuses_an_unknown_name(geoparam: Geoparam) -> None:
+    assert "one of conversion" in geoparam("bench", "fast").err
+
+
+def test_bench_without_a_checkout_says_how_to_get_one(
     geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    listed = geoparam("bench").out
-    assert "weight" in listed and "timing" not in listed
-    status, _, errors = geoparam("bench", "turns", "--steps", "few")
-    assert status == 2 and "invalid int value: 'few'" in errors
-    assert "one of conversion" in geoparam("bench", "fast").err
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tools, "__file__", str(tmp_path / "a" / "b" / "c" / "tools.py"))
-    told = geoparam("bench").err
-    assert "a checkout" in told and "pip install" in told and "python -m" in told
+
+    message = geoparam("bench").err
+
+    assert "a checkout" in message
+    assert "pip install" in message
+    assert "python -m" in message
 
 
-def test_help_lists_the_commands_and_version_is_the_packages(geoparam: Geoparam) -> None:
-    commands = "demo run table report fold bench".split()
-    assert all(f" {name} " in geoparam("--help").out for name in commands)
-    assert all(f" {name} " in geoparam("run", "--help").out for name in ENTRIES)
-    said = f"geoparam {gp.__version__}, torch {importlib.metadata.version('torch')}\n"
-    assert geoparam("--version") == (0, said, "")
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--help", ["demo", "run", "table", "report", "fold", "bench"]),
+        ("run --help", list(ENTRIES)),
+    ],
+)
+def test_help_lists_the_commands(words: str, names: list[str], geoparam: Geoparam) -> None:
+    text = geoparam(*words.split()).out
+
+    assert [name for name in names if f" {name} " in text] == names
+
+
+def test_version_is_the_packages_and_torchs(geoparam: Geoparam) -> None:
+    torch_version = importlib.metadata.version("torch")
+
+    assert geoparam("--version") == (0, f"geoparam {gp.__version__}, torch {torch_version}\n", "")
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", "run", "run --help", "demo --help"])
@@ -395,14 +632,22 @@ def test_help_and_version_do_not_import_torch(words: str) -> None:
 @pytest.mark.parametrize("columns", [60, 80])
 def test_help_has_panels_that_fit_a_plain_narrow_terminal(columns: int) -> None:
     command = [sys.executable, "-m", "geoparam", "run", "imagenet32", "--help"]
-    plain = os.environ | {"TERM": "dumb", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
-    lines = subprocess.run(command, env=plain, capture_output=True, encoding="utf-8").stdout
-    titles = ["Options", "Settings"]
-    assert [title for title in titles if f"─ {title} ─" in lines] == titles
-    assert "\x1b" not in lines and max(map(len, lines.splitlines())) <= columns
-    assert all(
-        f" {option} " in lines for option in ("--methods", "--batch-sizes", "--label-smoothing")
+    terminal = {"TERM": "dumb", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
+
+    ended = subprocess.run(
+        command, env=os.environ | terminal, capture_output=True, encoding="utf-8"
     )
+
+    text = ended.stdout
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= columns
+    for title in ("Options", "Settings"):
+        assert f"─ {title} ─" in text
+    for option in ("--methods", "--batch-sizes", "--label-smoothing"):
+        assert f" {option} " in text
+
+
+# --- fold ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -417,62 +662,75 @@ def test_fold_writes_a_plain_checkpoint(
     gmp_file: Path, tmp_path: Path, geoparam: Geoparam
 ) -> None:
     out = tmp_path / "plain[1].safetensors"
-    status, printed, _ = geoparam("fold", gmp_file, out)
+
+    ended = geoparam("fold", gmp_file, out)
+
+    assert ended.status == 0
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-    assert status == 0 and "If a layer is a convolution, give --like" in printed
-    assert str(out) in printed
+    assert "If a layer is a convolution, give --like" in ended.out
+    assert str(out) in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("whole.pt plain.safetensors", "only safetensors files are read"),
+        ("gmp.safetensors plain.pt", "NAME.safetensors"),
+        ("gmp.safetensors plain.safetensors --like gmp.safetensors", "not a plain model"),
+    ],
+)
+def test_fold_says_why_nothing_is_written(
+    arguments: str,
+    reason: str,
+    gmp_file: Path,
+    geoparam: Geoparam,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(gmp_file.parent)
+    torch.save(nn.Linear(2, 2), "whole.pt")
+
+    ended = geoparam("fold", *arguments.split())
+
+    assert ended.status == 2
+    assert ended.err.startswith("Nothing written. ")
+    assert reason in ended.err
+    assert not Path("plain.safetensors").exists()
 
 
 EVIL = "\x1b]0;owned\x07\u202e"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fold a.safetensors b.safetensors",
+        "fold a.safetensors b.safetensors --force --like a.safetensors",
+        "table run",
+    ],
+)
 def test_names_in_files_do_not_steer_the_terminal(
-    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    geoparam: Geoparam,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = {f"{EVIL}.latitude": torch.zeros(4, 3), f"{EVIL}.r": -torch.ones(4)}
     save_file(state, "a.safetensors")
     run = Run.create("run", "levy", {"methods": ["sp"]}, "geoparam run levy", key=("seed",))
     run.append({"method": EVIL, "seed": 0, "lr": 0.1, "test_rmse": 1.0})
-    fold = "fold a.safetensors b.safetensors"
-    commands = (fold, f"{fold} --force --like a.safetensors", "table run")
-    shown = "".join(str(part) for command in commands for part in geoparam(*command.split()))
+    control_characters = [character for character in EVIL if not character.isprintable()]
+
+    ended = geoparam(*command.split())
+
+    shown = f"{ended.status}{ended.out}{ended.err}{caplog.text}"
     assert r"\x1b]0;owned\x07\u202e" in shown
-    assert not any(character in shown for character in EVIL if not character.isprintable())
+    for character in control_characters:
+        assert character not in shown
 
 
-@pytest.mark.parametrize("command", ["report", "table"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "notes.txt"])
-def test_nothing_is_written_over_unasked(
-    command: str, name: str, tmp_path: Path, geoparam: Geoparam, finished: Path
-) -> None:
-    path = tmp_path / name
-    path.write_text("precious")
-    arguments = (command, finished, "--out", path)
-    assert "--force" in geoparam(*arguments).err and path.read_text() == "precious"
-    assert geoparam(*arguments, "--force").status == 0 and path.read_text() != "precious"
-    again = geoparam(*arguments)  # a page of ours may be written anew
-    assert again.status == 0 if command == "report" else "--force" in again.err
-
-
-def test_demo_leaves_a_page_that_is_not_its_own(tmp_path: Path, geoparam: Geoparam) -> None:
-    (tmp_path / "report.html").write_text("precious")
-    assert "--force" in geoparam("demo", "--out", tmp_path).err
-    assert (tmp_path / "report.html").read_text() == "precious"
-
-
-def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -> None:
-    out, whole = tmp_path / "plain.safetensors", tmp_path / "whole.pt"
-    torch.save(nn.Linear(2, 2), whole)
-    for arguments, reason in (
-        ((whole, out), "only safetensors files are read"),
-        ((gmp_file, tmp_path / "plain.pt"), "NAME.safetensors"),
-        ((gmp_file, out, "--like", gmp_file), "not a plain model"),
-    ):
-        told = geoparam("fold", *arguments)
-        assert told.err.startswith("Nothing written. ") and reason in told.err
-        assert told.status == 2
-    assert not out.exists()
+# --- missing extras -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,19 +739,33 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
 def test_missing_extra_is_named(
     missing: str, extra: str, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = (missing, "geoparam_lab.cli.", "geoparam.plots", "geoparam_lab.plots")
-    for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
-        if name != "geoparam_lab.cli":
+    importers = (missing, "geoparam_lab.cli.", "geoparam.plots", "geoparam_lab.plots")
+    for name in list(sys.modules):
+        if f"{name}.".startswith(importers) and name != "geoparam_lab.cli":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    assert f"pip install 'geoparam[{extra}]'" in geoparam("demo", "--out", tmp_path).status
+
+    message = geoparam("demo", "--out", tmp_path).status
+
+    assert f"pip install 'geoparam[{extra}]'" in message
 
 
-@pytest.mark.parametrize("missing", ["accelerate", "optuna", "tensorboard", "torchvision", "xlrd"])
+@pytest.mark.parametrize(
+    ("missing", "extra"),
+    [
+        ("accelerate", "experiments"),
+        ("optuna", "experiments"),
+        ("tensorboard", "experiments"),
+        ("torchvision", "vision"),
+        ("xlrd", "experiments"),
+    ],
+)
 def test_extras_of_experiments_are_named(
-    missing: str, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+    missing: str, extra: str, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = "vision" if missing == "torchvision" else "experiments"
     error = ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
     replace_run(monkeypatch, "levy", Mock(side_effect=error))
-    assert geoparam("run", "levy").status.endswith(f"pip install 'geoparam[{extra}]'")
+
+    message = geoparam("run", "levy").status
+
+    assert message.endswith(f"pip install 'geoparam[{extra}]'")

@@ -14,13 +14,15 @@ from geoparam_lab.experiments import ENTRIES, Entry
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.run_folder import Run
 
-DOCS = Path(__file__).parents[2] / "docs" / "experiments.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "experiments.md"
+STORED_RUNS = sorted((ROOT / "results" / "runs").iterdir())
 
 
 @pytest.fixture
 def corner(monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """The example of the docs, in the list of experiments."""
-    section = DOCS.read_text(encoding="utf-8").partition("## Add an experiment")[2]
+    _, _, section = DOCS.read_text(encoding="utf-8").partition("## Add an experiment")
     [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     module = types.ModuleType("geoparam_lab.experiments.corner")
     exec(compile(code, "corner.py", "exec"), module.__dict__)
@@ -36,24 +38,34 @@ def test_the_example_has_a_command_a_table_and_a_page(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "corner"
-    monkeypatch.setattr(
-        sys, "argv", ["geoparam", "run", "corner", "--seeds", "2", "--resume", "--out", str(out)]
-    )
-    with pytest.raises(SystemExit) as ended:
+    words = ["geoparam", "run", "corner", "--seeds", "2", "--resume", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+
+    with pytest.raises(SystemExit) as exit:
         cli.main()
-    assert ended.value.code == 0
+
+    assert exit.value.code == 0
     printed = capsys.readouterr().out
-    assert "| Training error " in printed and "| GmP" in printed
-    assert [r["seed"] for r in Run.open(out).records()] == [0, 1, 0, 1]
+    assert "| Training error " in printed
+    assert "| GmP" in printed
+    assert [record["seed"] for record in Run.open(out).records()] == [0, 1, 0, 1]
     assert "Networks of 8 units fit |x|." in report.make_page([out])
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_experiment_says_what_it_is(name: str) -> None:
+def test_every_experiment_describes_itself(name: str) -> None:
     experiment = experiments.find(name)
+
     assert experiment.name == name
-    assert all((experiment.title, experiment.about, experiment.summary, experiment.layouts))
-    assert f"geoparam run {experiment.name}" in DOCS.read_text(encoding="utf-8")
+    assert experiment.title
+    assert experiment.about
+    assert experiment.summary
+    assert experiment.layouts
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_experiment_is_in_the_docs(name: str) -> None:
+    assert f"geoparam run {name}" in DOCS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,7 @@ def test_every_experiment_says_what_it_is(name: str) -> None:
         ("uci", {"lrs": [math.nan, 0.1]}, "finite"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(
+def test_mistakes_are_refused_before_anything_is_written(
     tmp_path: Path, name: str, options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
@@ -87,7 +99,9 @@ def test_mistakes_are_told_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("folder", sorted((DOCS.parents[1] / "results" / "runs").iterdir()))
-def test_stored_runs_open(folder: Path) -> None:
+@pytest.mark.parametrize("folder", STORED_RUNS)
+def test_stored_runs_have_a_page(folder: Path) -> None:
     page = report.make_page([folder])
-    assert "<table" in page and "How to run it again" in page
+
+    assert "<table" in page
+    assert "How to run it again" in page

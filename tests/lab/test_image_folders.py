@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,142 +29,248 @@ def source(folder: Path) -> ImageFolders:
 
 @pytest.fixture
 def harmed(folder: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy of the images that a test may change."""
     return shutil.copytree(folder, tmp_path / "images")
 
 
-def train(source: ImageFolders, number: int = 0, **options: Any) -> Epoch:
-    batches = source.train(8, **{"seed": 0, "device": "cpu", **options})
-    return list(batches.epoch(number))
+def read_train(source: ImageFolders, epoch: int = 0, batch_size: int = 8) -> Epoch:
+    batches = source.train(batch_size, seed=0, device="cpu")
+    return list(batches.epoch(epoch))
+
+
+def read_val(source: ImageFolders) -> torch.Tensor:
+    """Return all validation images."""
+    [(images, _)] = source.val(100, device="cpu").epoch(0)
+    return images
 
 
 def write_flat(folder: Path, colour: tuple[int, int, int], mode: str = "RGB") -> ImageFolders:
-    """One class of one image, in one colour, in both splits."""
+    """Write one class of one image, in one colour, in both splits."""
     image = np.full((60, 90, 3), colour, dtype=np.uint8)
     for split in ("train", "val"):
         tiny_images.write_jpeg(folder / split / "a" / "0.jpg", image, mode)
     return ImageFolders(folder, size=32, workers=0)
 
 
+# --- batches ------------------------------------------------------------------------------------
+
+
 def test_a_source_says_what_it_holds(source: ImageFolders) -> None:
-    assert (source.classes, source.size) == (3, 32)
-    assert source.fingerprint["train"] == 24 and source.fingerprint["val"] == 12
+    assert source.classes == 3
+    assert source.size == 32
+    assert source.fingerprint["train"] == 24
+    assert source.fingerprint["val"] == 12
 
 
 def test_training_has_every_image_once(source: ImageFolders) -> None:
     batches = source.train(8, seed=0, device="cpu")
-    assert (batches.steps, batches.examples) == (3, 24)
+
     images, labels = join(list(batches.epoch(0)))
-    assert images.shape == (24, 3, 32, 32) and labels.bincount().tolist() == [8, 8, 8]
+
+    assert (batches.steps, batches.examples) == (3, 24)
+    assert images.shape == (24, 3, 32, 32)
+    assert labels.bincount().tolist() == [8, 8, 8]
+
+
+def test_training_images_are_shuffled(source: ImageFolders) -> None:
+    _, labels = join(read_train(source))
+
     assert labels.tolist() != sorted(labels.tolist())
 
 
 def test_validation_has_every_image_once_in_order(source: ImageFolders) -> None:
     batches = source.val(5, device="cpu")
-    assert (batches.steps, batches.examples) == (3, 12)
+
     _, labels = join(list(batches.epoch(0)))
+
+    assert (batches.steps, batches.examples) == (3, 12)
     assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
+    batches = ImageFolders(folder, size=32, workers=2).train(8, seed=0, device="cpu")
+
+    next(batches.epoch(5))  # an epoch that is given up
+
+    assert is_same(list(batches.epoch(0)), read_train(source))
+    assert is_same(list(batches.epoch(1)), read_train(source, epoch=1))
+
+
+# --- crops and colours --------------------------------------------------------------------------
 
 
 def test_validation_takes_the_middle(folder: Path, source: ImageFolders) -> None:
     from PIL import Image
 
-    images, _ = next(source.val(12, device="cpu").epoch(0))
+    height = 53  # 368 * 32 / 224
+    width = height * 60 // 40
+    left = round((width - 32) / 2)
+    top = round((height - 32) / 2)
     with Image.open(folder / "val" / "class0" / "0.JPEG") as picture:  # 60 wide, 40 high
-        resized = picture.resize((53 * 60 // 40, 53), Image.Resampling.BILINEAR)  # 368 * 32 / 224
-    left, top = round((resized.width - 32) / 2), round((53 - 32) / 2)
-    middle = np.asarray(resized.crop((left, top, left + 32, top + 32))).copy()
-    expected = torch.from_numpy(middle).permute(2, 0, 1) / 255 - torch.tensor(MEAN).view(3, 1, 1)
+        resized = picture.resize((width, height), Image.Resampling.BILINEAR)
+    middle = np.array(resized.crop((left, top, left + 32, top + 32)))
+    pixels = torch.from_numpy(middle).permute(2, 0, 1) / 255
+    expected = pixels - torch.tensor(MEAN).view(3, 1, 1)
+
+    images = read_val(source)
+
     assert torch.allclose(images[0], expected, atol=1e-6)
 
 
-def test_training_scales_crops_and_flips(tmp_path: Path) -> None:
-    """A ramp's slope says how large the image was made, its sign whether it is flipped."""
-    ramp = np.broadcast_to(np.linspace(0, 255, 60)[None, :, None], (60, 60, 3)).astype(np.uint8)
-    for split in ("train", "val"):
-        for number in range(48 if split == "train" else 1):
-            tiny_images.write_jpeg(tmp_path / split / "a" / f"{number}.jpg", ramp)
-    images, _ = join(train(ImageFolders(tmp_path, size=56, workers=0)))
+class Ramps(NamedTuple):
+    """What training made of images that rise from 0 at the left to 1 at the right."""
+
+    slopes: torch.Tensor  # per pixel; negative where an image was flipped
+    widths: torch.Tensor  # of the images before they were cropped
+    offsets: torch.Tensor  # of the crops from the middle of their images, in pixels
+
+
+@pytest.fixture(scope="module")
+def ramps(tmp_path_factory: pytest.TempPathFactory) -> Ramps:
+    folder = tmp_path_factory.mktemp("ramps")
+    row = np.linspace(0, 255, 60)[None, :, None]
+    image = np.broadcast_to(row, (60, 60, 3)).astype(np.uint8)
+    tiny_images.write_jpeg(folder / "val" / "a" / "0.jpg", image)
+    for number in range(48):
+        tiny_images.write_jpeg(folder / "train" / "a" / f"{number}.jpg", image)
+
+    torch.manual_seed(0)
+    images, _ = join(read_train(ImageFolders(folder, size=56, workers=0)))
+
     rows = images[:, 0, 28, :]
     slopes = (rows[:, 48] - rows[:, 8]) / 40
-    lengths = 1 / slopes.abs()
-    assert 62 < lengths.min() and lengths.max() < 123 and lengths.std() > 10  # U[64, 120]
-    assert 12 < (slopes < 0).sum() < 36
-    middles = (rows[:, 28] + MEAN[0]).sub(0.5).mul(lengths)
-    assert middles.std() > 3  # crops stand at various places
+    widths = 1 / slopes.abs()
+    middle_values = rows[:, 28] + MEAN[0]
+    return Ramps(slopes, widths, (middle_values - 0.5) * widths)
+
+
+def test_training_scales_images_at_random(ramps: Ramps) -> None:
+    assert 62 < ramps.widths.min()  # U[64, 120]
+    assert ramps.widths.max() < 123
+    assert ramps.widths.std() > 10
+
+
+def test_training_flips_half_of_the_images(ramps: Ramps) -> None:
+    is_flipped = ramps.slopes < 0
+
+    assert 12 < is_flipped.sum() < 36
+
+
+def test_training_crops_at_various_places(ramps: Ramps) -> None:
+    assert ramps.offsets.std() > 3
+
+
+def test_eigenvectors_of_the_colour_noise_are_orthonormal() -> None:
+    vectors = torch.tensor(image_folders._EIGENVECTORS)
+
+    assert torch.allclose(vectors.T @ vectors, torch.eye(3), atol=1e-3)
 
 
 def test_colour_noise_has_the_published_covariance() -> None:
-    shifts = torch.stack([image_folders._draw_colour_shift() for _ in range(4000)]).double()
     vectors = torch.tensor(image_folders._EIGENVECTORS, dtype=torch.float64)
-    assert torch.allclose(vectors.T @ vectors, torch.eye(3, dtype=torch.float64), atol=1e-3)
+
+    shifts = torch.stack([image_folders._draw_colour_shift() for _ in range(4000)]).double()
+
     deviations = (shifts @ vectors).std(dim=0)
     assert deviations.tolist() == pytest.approx([0.02175, 0.00188, 0.00045], rel=0.1)
 
 
-def test_training_shifts_the_colours_of_a_whole_image(tmp_path: Path) -> None:
+@pytest.fixture
+def colour_shifts(tmp_path: Path) -> list[torch.Tensor]:
+    """What three epochs add to a flat image."""
     source = write_flat(tmp_path, (100, 150, 200))
-    plain, _ = next(source.val(1, device="cpu").epoch(0))
-    shifts = [
-        next(source.train(1, seed=0, device="cpu").epoch(number))[0] - plain for number in range(3)
-    ]
-    for shift in shifts:
-        assert torch.allclose(shift, shift[:, :, :1, :1].expand_as(shift), atol=1e-6)
-    assert len({round(shift[0, 0, 0, 0].item(), 6) for shift in shifts}) == 3
+    plain = read_val(source)
+    shifts = []
+    for epoch in range(3):
+        [(shifted, _)] = read_train(source, epoch, batch_size=1)
+        shifts.append(shifted - plain)
+    return shifts
+
+
+def test_training_shifts_the_colours_of_a_whole_image(colour_shifts: list[torch.Tensor]) -> None:
+    for shift in colour_shifts:
+        first_pixel = shift[:, :, :1, :1]
+        assert torch.allclose(shift, first_pixel.expand_as(shift), atol=1e-6)
+
+
+def test_the_colour_shift_differs_in_each_epoch(colour_shifts: list[torch.Tensor]) -> None:
+    values = {round(shift[0, 0, 0, 0].item(), 6) for shift in colour_shifts}
+
+    assert len(values) == 3
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
 def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     source = write_flat(tmp_path, (120, 120, 120), mode)
-    images, _ = next(source.val(1, device="cpu").epoch(0))
-    assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
+
+    [image] = read_val(source)
+
+    expected = 120 / 255 - torch.tensor(MEAN)
+    assert torch.allclose(image.mean(dim=(1, 2)), expected, atol=0.01)
 
 
-def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
-    batches = ImageFolders(folder, size=32, workers=2).train(8, seed=0, device="cpu")
-    next(batches.epoch(5))  # an epoch that is given up
-    assert is_same(list(batches.epoch(0)), train(source))
-    assert is_same(list(batches.epoch(1)), train(source, 1))
+# --- the fingerprint, and harm to files ---------------------------------------------------------
 
 
-def test_the_fingerprint_knows_names_and_sizes(harmed: Path, source: ImageFolders) -> None:
-    def fingerprint() -> dict[str, Any]:
-        return ImageFolders(harmed, size=32, workers=0).fingerprint
+def find_fingerprint(folder: Path) -> dict[str, Any]:
+    return ImageFolders(folder, size=32, workers=0).fingerprint
 
-    assert fingerprint() == source.fingerprint
+
+def test_a_copy_has_the_same_fingerprint(harmed: Path, source: ImageFolders) -> None:
+    assert find_fingerprint(harmed) == source.fingerprint
+
+
+def test_the_fingerprint_depends_on_sizes(harmed: Path, source: ImageFolders) -> None:
     path = harmed / "train" / "class1" / "3.JPEG"
     path.write_bytes(path.read_bytes() + b"\0")
-    longer = fingerprint()
+
+    assert find_fingerprint(harmed) != source.fingerprint
+
+
+def test_the_fingerprint_depends_on_names(harmed: Path, source: ImageFolders) -> None:
+    path = harmed / "train" / "class1" / "3.JPEG"
     path.rename(path.with_name("33.JPEG"))
-    assert len({str(f) for f in (source.fingerprint, longer, fingerprint())}) == 3
+
+    assert find_fingerprint(harmed) != source.fingerprint
 
 
-def remove_images(folder: Path) -> None:
+def rename_images(folder: Path) -> None:
     for path in (folder / "train" / "class1").iterdir():
         path.rename(path.with_suffix(".txt"))
 
 
-def flatten(folder: Path) -> None:
+def remove_class(folder: Path) -> None:
+    shutil.rmtree(folder / "val" / "class1")
+
+
+def remove_split(folder: Path) -> None:
     shutil.rmtree(folder / "val")
+
+
+def empty_split(folder: Path) -> None:
+    remove_split(folder)
     (folder / "val").mkdir()
 
 
-HARMS: dict[str, Callable[[Path], object]] = {
-    "no valid file for the classes class1": remove_images,
-    "1 classes are in one of them alone, the first of them class1": (
-        lambda folder: shutil.rmtree(folder / "val" / "class1")
-    ),
-    "val is not there": lambda folder: shutil.rmtree(folder / "val"),
-    "Couldn't find any class folder in .*val": flatten,
-    "train.class1.3.JPEG is empty": (
-        lambda folder: (folder / "train" / "class1" / "3.JPEG").write_bytes(b"")
-    ),
-}
+def empty_file(folder: Path) -> None:
+    (folder / "train" / "class1" / "3.JPEG").write_bytes(b"")
 
 
-@pytest.mark.parametrize("message", HARMS)
-def test_harm_that_a_listing_shows_is_found_first(harmed: Path, message: str) -> None:
-    HARMS[message](harmed)
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (rename_images, "no valid file for the classes class1"),
+        (remove_class, "1 classes are in one of them alone, the first of them class1"),
+        (remove_split, "val is not there"),
+        (empty_split, "Couldn't find any class folder in .*val"),
+        (empty_file, "train.class1.3.JPEG is empty"),
+    ],
+)
+def test_harm_that_a_listing_shows_is_reported_at_once(
+    harm: Callable[[Path], None], message: str, harmed: Path
+) -> None:
+    harm(harmed)
+
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         ImageFolders(harmed, size=32, workers=0)
 
@@ -174,14 +280,19 @@ def test_an_unreadable_image_is_named_when_its_turn_comes(
     harmed: Path, workers: int, content: bytes | None
 ) -> None:
     path = harmed / "train" / "class1" / "3.JPEG"
-    path.write_bytes(content or path.read_bytes()[:400])
+    truncated = path.read_bytes()[:400]
+    path.write_bytes(content or truncated)
     source = ImageFolders(harmed, size=32, workers=workers)
+
     with pytest.raises(ValueError, match=r"^\S*class1.3\.JPEG cannot be decoded .* Get it anew"):
-        train(source)
+        read_train(source)
 
 
-def test_a_crop_and_a_tiny_size_are_refused(folder: Path, source: ImageFolders) -> None:
+def test_a_crop_is_refused(source: ImageFolders) -> None:
     with pytest.raises(ValueError, match="always cropped at random.*got 4"):
         source.train(8, seed=0, device="cpu", crop=4)
+
+
+def test_a_tiny_size_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least 8; got 4"):
         ImageFolders(folder, size=4)

@@ -1,5 +1,6 @@
-"""Training on images that is broken off anywhere and gone on with: the same bits as if not."""
+"""Training on images that is interrupted anywhere and resumed: the same bits as if it was not."""
 
+import functools
 import os
 import signal
 import sys
@@ -13,10 +14,12 @@ import pytest
 import torch
 from image_runs import STEPS, Killed, assert_same_run, die, kill_at, save_half, settings, source
 
-from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training import run_checkpoints, tasks
 from geoparam_lab.training.images.loop import Training, train
 from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.network_training import Outcome
+
+Uninterrupted = Callable[[str], tuple[Outcome, Path]]
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -89,55 +92,73 @@ def interrupt(
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
-    """The outcome and the folder of each run, done once."""
-    done: dict[str, tuple[Outcome, Path]] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """The outcome and the folder of each run, which is trained once."""
 
-    def get(name: str) -> tuple[Outcome, Path]:
-        if name not in done:
-            folder = tmp_path_factory.mktemp("whole")
-            done[name] = train(settings(**RUNS[name]), source(), folder), folder
-        return done[name]
+    @functools.cache
+    def run(name: str) -> tuple[Outcome, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+        return train(settings(**RUNS[name]), source(), folder), folder
 
-    return get
+    return run
 
 
 SLOW = ("weight norm", "no momentum", "angular")
-CASES: list[Any] = [
-    pytest.param(name, "mid-epoch", marks=[pytest.mark.slow] if name in SLOW else [])
-    for name in RUNS
-]
-CASES += [("angles", point) for point in POINTS if point != "mid-epoch"]
+NAMES: list[Any] = [name for name in RUNS if name not in SLOW]
+NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
-@pytest.mark.parametrize(("name", "point"), CASES)
-def test_goes_on_as_if_nothing_had_happened(
+def assert_resumes_to_the_same_run(
     name: str,
     point: str,
-    uninterrupted: Callable[[str], tuple[Outcome, Path]],
-    tmp_path: Path,
+    uninterrupted: Uninterrupted,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, whole = uninterrupted(name)
-    assert len(set(expected.curves["lr"])) > 1  # there is a schedule to lose
+    has_schedule = len(set(expected.curves["lr"])) > 1
+    assert has_schedule  # which a resumed run could lose
     chosen = settings(**RUNS[name])
-    interrupt(chosen, tmp_path, monkeypatch, POINTS[point])
-    torch.manual_seed(9)  # another process
-    outcome = train(chosen, source(), tmp_path)
-    assert_same_run(outcome, expected, tmp_path, whole)
+
+    interrupt(chosen, folder, monkeypatch, POINTS[point])
+    torch.manual_seed(9)  # as in another process
+    outcome = train(chosen, source(), folder)
+
+    assert_same_run(outcome, expected, folder, whole)
 
 
-def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Training.train_on
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_run_resumes_to_the_same_bits(
+    name: str, uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_resumes_to_the_same_run(name, "mid-epoch", uninterrupted, tmp_path, monkeypatch)
 
-    def noisy(self: Training, images: torch.Tensor, labels: torch.Tensor) -> None:
-        step(self, images + torch.rand_like(images), labels)
 
-    monkeypatch.setattr(Training, "train_on", noisy)
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "mid-epoch"])
+def test_a_run_resumes_from_every_point(
+    point: str, uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_resumes_to_the_same_run("angles", point, uninterrupted, tmp_path, monkeypatch)
+
+
+def test_a_resumed_run_draws_the_same_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_on = Training.train_on
+
+    def train_on_noise(self: Training, images: torch.Tensor, labels: torch.Tensor) -> None:
+        train_on(self, images + torch.rand_like(images), labels)
+
+    monkeypatch.setattr(Training, "train_on", train_on_noise)
     expected = train(settings("gmp"), source(), tmp_path / "whole")
+
     interrupt(settings("gmp"), tmp_path / "parts", monkeypatch)
     outcome = train(settings("gmp"), source(), tmp_path / "parts")
+
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------
 
 
 def cut(path: Path) -> None:
@@ -151,8 +172,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def assert_same_boundaries(folder: Path, other: Path) -> None:
+    """Assert that the tracker recorded the same bytes in two runs, NaN included."""
+    boundaries = np.load(folder / "boundaries.npy")
+    expected = np.load(other / "boundaries.npy")
+    assert boundaries.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     damage: Callable[[Path], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -161,12 +189,14 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     expected = train(settings(), source(), tmp_path / "whole", track=2)
     interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
     damage(tmp_path / "parts" / run_checkpoints.CHECKPOINT)
+
     outcome = train(settings(), source(), tmp_path / "parts", track=2)
-    said = "checkpoint.pt is damaged. The run goes on from checkpoint-before.pt."
-    assert (said in capsys.readouterr().err) == (damage is not Path.unlink)
+
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
-    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
-    assert whole.tobytes() == parts.tobytes()
+    assert_same_boundaries(tmp_path / "parts", tmp_path / "whole")
+    warning = "checkpoint.pt is damaged. The run goes on from checkpoint-before.pt."
+    has_damaged_file = damage is not Path.unlink
+    assert (warning in capsys.readouterr().err) == has_damaged_file
 
 
 def test_two_damaged_checkpoints_are_named(
@@ -175,6 +205,7 @@ def test_two_damaged_checkpoints_are_named(
     interrupt(settings(), tmp_path, monkeypatch)
     cut(tmp_path / run_checkpoints.CHECKPOINT)
     cut(tmp_path / run_checkpoints.BEFORE)
+
     with pytest.raises(ValueError, match="damaged: .*-before.pt. Remove what is there"):
         train(settings(), source(), tmp_path)
 
@@ -183,8 +214,12 @@ def test_the_checkpoint_of_another_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(settings("sp"), tmp_path, monkeypatch)
+
     with pytest.raises(ValueError, match="is not of this run"):
         train(settings("gmp"), source(), tmp_path)
+
+
+# --- killed processes ---------------------------------------------------------------------------
 
 
 def train_until(folder: Path, point: str) -> None:
@@ -204,58 +239,92 @@ def train_until(folder: Path, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["step", pytest.param("write", marks=pytest.mark.slow)])
-def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the child: sums may depend on it
-    expected = train(settings("gmp+imn"), source(), tmp_path / "whole", track=2)
-    torch.set_num_threads(torch_threads)
-    folder = tmp_path / "parts"
-    for kill, code in ((point, -signal.SIGKILL), ("never", 0)):
-        assert forked.end(forked.start(train_until, folder, kill)) == code
-    outcome = train(settings("gmp+imn"), source(), folder)  # it is finished
-    assert_same_run(outcome, expected, folder, tmp_path / "whole")
-    whole, parts = (np.load(path / "boundaries.npy") for path in (tmp_path / "whole", folder))
-    assert whole.tobytes() == parts.tobytes()
+def test_a_killed_process_is_resumed_by_another(point: str, tmp_path: Path) -> None:
+    chosen = settings("gmp+imn")
+    with tasks.limit_threads(1):  # as in the child: sums may depend on it
+        expected = train(chosen, source(), tmp_path / "whole", track=2)
+
+    killed = forked.start(train_until, tmp_path / "parts", point)
+    assert forked.end(killed) == -signal.SIGKILL
+    resumed = forked.start(train_until, tmp_path / "parts", "never")
+    assert forked.end(resumed) == 0
+    outcome = train(chosen, source(), tmp_path / "parts")  # reads what is finished
+
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+    assert_same_boundaries(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["bn", "gmp+imn"])
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
-def test_goes_on_to_the_bit_on_a_gpu(
+def test_a_run_on_a_gpu_resumes_to_the_same_bits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     chosen = settings(method, precision="bf16", deterministic=True)
     expected = train(chosen, source(), tmp_path / "whole")
+
     interrupt(chosen, tmp_path / "parts", monkeypatch)
     outcome = train(chosen, source(), tmp_path / "parts")
+
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+
+
+# --- the tracker --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+    """A run that a tracker looks at in every second step, and its folder."""
+    folder = tmp_path_factory.mktemp("tracked")
+    return train(settings(), source(), folder, track=2), folder
 
 
 @pytest.mark.parametrize("step", [2 * STEPS + 3, 3])
-def test_the_tracker_goes_on_too(
-    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_tracker_resumes_to_the_same_bits(
+    step: int,
+    tracked: tuple[Outcome, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = train(settings(), source(), tmp_path / "plain")
-    expected = train(settings(), source(), tmp_path / "whole", track=2)
-    point = kill_method(Training, "train_on", step)
-    interrupt(settings(), tmp_path / "parts", monkeypatch, point, track=2)
-    outcome = train(settings(), source(), tmp_path / "parts", track=2)
-    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
-    assert_same_run(outcome, plain, tmp_path / "parts", tmp_path / "plain")
-    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
-    assert list(np.unique(whole["step"])) == [2, 4, 6, 8]
-    assert whole.tobytes() == parts.tobytes()  # NaN where there is nothing to measure
-    assert (whole[whole["layer"] == "(network)"]["regions"] > 1).all()
-    assert np.isfinite(whole[whole["layer"] == "conv2"]["dead"]).all()
+    expected, whole = tracked
+
+    interrupt(settings(), tmp_path, monkeypatch, kill_method(Training, "train_on", step), track=2)
+    outcome = train(settings(), source(), tmp_path, track=2)
+
+    assert_same_run(outcome, expected, tmp_path, whole)
+    assert_same_boundaries(tmp_path, whole)
+
+
+def test_the_tracker_does_not_change_a_run(tracked: tuple[Outcome, Path], tmp_path: Path) -> None:
+    outcome, folder = tracked
+
+    plain = train(settings(), source(), tmp_path)
+
+    assert_same_run(outcome, plain, folder, tmp_path)
+
+
+def test_the_tracker_records_what_there_is_to_measure(tracked: tuple[Outcome, Path]) -> None:
+    _, folder = tracked
+    rows = np.load(folder / "boundaries.npy")
+    network = rows[rows["layer"] == "(network)"]
+    layer = rows[rows["layer"] == "conv2"]
+
+    assert list(np.unique(rows["step"])) == [2, 4, 6, 8]
+    assert (network["regions"] > 1).all()
+    assert np.isfinite(layer["dead"]).all()
 
 
 def test_a_tracker_that_comes_later_counts_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(settings(), source(), tmp_path / "whole", track=1)
+
     interrupt(settings(), tmp_path / "parts", monkeypatch)
     train(settings(), source(), tmp_path / "parts", track=1)
-    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
-    assert 1 < parts["step"][0] and parts["step"][-1] == whole["step"][-1]
+
+    whole = np.load(tmp_path / "whole" / "boundaries.npy")
+    parts = np.load(tmp_path / "parts" / "boundaries.npy")
+    assert parts["step"][0] > 1
+    assert parts["step"][-1] == whole["step"][-1]
     assert parts.tobytes() == whole[-len(parts) :].tobytes()
