@@ -9,63 +9,86 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("geoparam", "geoparam_lab")
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `([\w.]+)` \|", PAGE, flags=re.MULTILINE)
-FILES = sorted(p for name in ("geoparam", "geoparam_lab") for p in (ROOT / name).rglob("*.py"))
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
 MODULES = {module_name(path) for path in FILES}
+LAB_FILES = [path for path in FILES if module_name(path).startswith("geoparam_lab")]
 
 
-def room(module: str) -> str:
-    """The longest name in the tables that a module's name begins with."""
-    own = [r for r in ROOMS if module == r or (r != "geoparam" and module.startswith(f"{r}."))]
-    return max(own, key=len, default="")
+def package_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+def find_room(module: str) -> str:
+    """Return the longest name in the tables that a module's name begins with."""
+    rooms = [room for room in ROOMS if is_inside(module, room)]
+    return max(rooms, key=len, default="")
+
+
+def is_inside(module: str, room: str) -> bool:
+    return module == room or (room != "geoparam" and module.startswith(f"{room}."))
+
+
+def find_imports(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the module that each import of ours reads, and the name it takes from there."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (
-                (a.name, "")
-                for a in node.names
-                if a.name.split(".")[0] in ("geoparam", "geoparam_lab")
-            )
+            for alias in node.names:
+                if package_of(alias.name) in PACKAGES:
+                    yield alias.name, ""
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            if node.module.split(".")[0] in ("geoparam", "geoparam_lab"):
+            if package_of(node.module) in PACKAGES:
                 for alias in node.names:
-                    full = f"{node.module}.{alias.name}"
-                    yield (full, "") if full in MODULES else (node.module, alias.name)
+                    yield split_import(node.module, alias.name)
+
+
+def split_import(module: str, name: str) -> tuple[str, str]:
+    """Return the module that is read; what is imported may be a module itself."""
+    full_name = f"{module}.{name}"
+    if full_name in MODULES:
+        return full_name, ""
+    return module, name
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_go_one_way(path: Path) -> None:
-    own = module_name(path)
-    if own in ("geoparam_lab",):
+    module = module_name(path)
+    if module == "geoparam_lab":
         return
-    assert room(own), f"{own} has no row in docs/architecture.md"
-    for other, _ in imports(path):
-        is_above = ROOMS.index(room(other)) <= ROOMS.index(room(own))
+
+    room = find_room(module)
+    assert room, f"{module} has no row in docs/architecture.md"
+    for imported, _ in find_imports(path):
+        is_above = ROOMS.index(find_room(imported)) <= ROOMS.index(room)
         assert is_above, (
-            f"{own} imports {other}, which is below it in docs/architecture.md: a lower room "
-            "knows the upper ones and not the other way round, so that each can be read alone."
+            f"{module} imports {imported}, which is below it in docs/architecture.md: a lower "
+            "room knows the upper ones and not the other way round, so that each can be read "
+            "alone."
         )
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if module_name(p).startswith("geoparam_lab")], ids=module_name
-)
+@pytest.mark.parametrize("path", LAB_FILES, ids=module_name)
 def test_the_laboratory_uses_public_names(path: Path) -> None:
-    for module, name in imports(path):
-        if module.split(".")[0] == "geoparam":
-            public = importlib.import_module(module)
-            is_public = module in ROOMS and (not name or name in getattr(public, "__all__", ()))
-            assert is_public, (
+    for module, name in find_imports(path):
+        if package_of(module) == "geoparam":
+            assert is_public(module, name), (
                 f"{module_name(path)} imports {module} {name}: the laboratory uses what a room of "
                 "the library lists in __all__. If a user would need it, export it there."
             )
+
+
+def is_public(module: str, name: str) -> bool:
+    if module not in ROOMS:
+        return False
+    public_names = getattr(importlib.import_module(module), "__all__", ())
+    return not name or name in public_names

@@ -6,7 +6,7 @@ Tables of wrong values, option by option, over the public names. Every value is 
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,15 @@ def network() -> nn.Sequential:
 
 def normalised() -> nn.Sequential:
     torch.manual_seed(0)
-    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(6)
-    parts = nn.Linear(4, 8), norms[0], nn.ReLU(), nn.Linear(8, 6), norms[1], nn.ReLU()
-    return nn.Sequential(*parts, nn.Linear(6, 2))
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 6),
+        nn.BatchNorm1d(6),
+        nn.ReLU(),
+        nn.Linear(6, 2),
+    )
 
 
 def converted() -> nn.Module:
@@ -58,10 +64,12 @@ def converted() -> nn.Module:
 
 
 def describe(value: Any) -> str:
+    """Return a short name of a wrong value."""
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
-    text = repr(value) if isinstance(value, (int, float, complex, str, list, tuple, dict)) else ""
-    return text[:40] or type(value).__name__
+    if isinstance(value, (int, float, complex, str, list, tuple, dict)):
+        return repr(value)[:40]
+    return type(value).__name__
 
 
 def vary(
@@ -120,10 +128,10 @@ def layer_cases() -> Iterator[Case]:
     options = {"coordinates": (None, *NOT_A_CHOICE), "natural": NOT_A_FLAG}
     yield from vary("from_linear", gp.GmPLinear.from_linear, options, linear=nn.Linear(4, 3))
 
-    assigned = (None, "weight", X, torch.ones(3, 5), torch.full((3, 4), NAN))
-    for value in assigned:
+    for value in (None, "weight", X, torch.ones(3, 5), torch.full((3, 4), NAN)):
         layer = gp.GmPLinear(4, 3)
-        yield Case(f"weight = {describe(value)}", lambda m=layer, v=value: setattr(m, "weight", v))
+        assign = functools.partial(setattr, layer, "weight", value)
+        yield Case(f"weight = {describe(value)}", assign)
     outside = gp.GmPLinear(4, 3, activation=torch.relu)
     yield Case("to_linear with an activation", outside.to_linear)
 
@@ -172,18 +180,10 @@ def conversion_cases() -> Iterator[Case]:
         yield Case(f"verify({name}, model)", functools.partial(gp.verify, model, network(), X))
         yield Case(f"verify(model, {name})", functools.partial(gp.verify, network(), model, X))
         yield Case(f"recalibrate_({name})", functools.partial(gp.recalibrate_, model, [X]))
-    for option, values in choices.items():
-        for value in values:
-            options = {option: value}
-            yield Case(
-                f"convert_({option}={describe(value)})",
-                lambda o=options: gp.convert_(network(), **o),
-            )
-            if option in ("filter_fn", "init", "norm", "weights", "example_inputs"):
-                yield Case(
-                    f"plan({option}={describe(value)})", lambda o=options: gp.plan(network(), **o)
-                )
-    imn: dict[str, Any] = {"norm": "imn", "example_inputs": (X,)}
+
+    yield from vary("convert_", convert_network, choices)
+    of_plan = ("filter_fn", "init", "norm", "weights", "example_inputs")
+    yield from vary("plan", plan_network, {option: choices[option] for option in of_plan})
     removals = {
         "momentum": NOT_A_SHARE,
         "pretrained": NOT_A_FLAG,
@@ -191,14 +191,8 @@ def conversion_cases() -> Iterator[Case]:
         "coordinates": NOT_A_CHOICE,
         "weights": ("Plain", None),
     }
-    for option, values in removals.items():
-        for value in values:
-            options = {**imn, option: value}
-            yield Case(
-                f"convert_(norm='imn', {option}={describe(value)})",
-                lambda o=options: gp.convert_(normalised(), **o),
-            )
-    yield Case("norm='imn' without inputs", lambda: gp.convert_(normalised(), norm="imn"))
+    yield from vary("convert_ by imn", convert_normalised, removals, example_inputs=(X,))
+    yield Case("norm='imn' without inputs", convert_normalised)
     yield Case("weights='plain' without norm", lambda: gp.convert_(network(), weights="plain"))
     yield Case("filter_fn that takes nothing", lambda: gp.convert_(network(), lambda m, n: False))
     yield Case("a model without layers", lambda: gp.convert_(nn.Sequential(nn.ReLU())))
@@ -206,17 +200,13 @@ def conversion_cases() -> Iterator[Case]:
     yield Case("a lazy model", lambda: gp.convert_(nn.Sequential(nn.LazyLinear(3), nn.ReLU())))
 
     yield Case("fold_ of a plain model", lambda: gp.fold_(network()))
-    for value in (3, "x", X.numpy(), X[:, :3], (X, X), []):
-        yield Case(
-            f"fold_(example_inputs={describe(value)})",
-            lambda v=value: gp.fold_(converted(), example_inputs=v),
-        )
-    for value in ("yes", 2, []):
-        yield Case(
-            f"fold_(restore_norm={describe(value)})",
-            lambda v=value: gp.fold_(converted(), restore_norm=v),
-        )
-    inputs = (
+    foldings = {
+        "example_inputs": (3, "x", X.numpy(), X[:, :3], (X, X), []),
+        "restore_norm": ("yes", 2, []),
+    }
+    yield from vary("fold_", fold_converted, foldings)
+
+    wrong_arguments = (
         (),
         (X[:, :3],),
         (X, X),
@@ -227,14 +217,28 @@ def conversion_cases() -> Iterator[Case]:
         (3,),
         (DataLoader(TensorDataset(X)),),
     )
-    for value in inputs:
-        yield Case(
-            f"verify(*{describe(value)[:30]}, {len(value)})",
-            lambda v=value: gp.verify(network(), network(), *v),
-        )
+    for arguments in wrong_arguments:
+        call = functools.partial(gp.verify, network(), network(), *arguments)
+        yield Case(f"verify(*{describe(arguments)[:30]}, {len(arguments)})", call)
     yield Case("verify with inputs first", lambda: gp.verify(X, network(), network()))
     other = nn.Sequential(nn.Linear(4, 3))
     yield Case("verify of other shapes", lambda: gp.verify(network(), other, X))
+
+
+def convert_network(**options: Any) -> nn.Module:
+    return gp.convert_(network(), **options)
+
+
+def plan_network(**options: Any) -> Any:
+    return gp.plan(network(), **options)
+
+
+def convert_normalised(**options: Any) -> nn.Module:
+    return gp.convert_(normalised(), norm="imn", **options)
+
+
+def fold_converted(**options: Any) -> nn.Module:
+    return gp.fold_(converted(), **options)
 
 
 def state_cases() -> Iterator[Case]:
@@ -397,13 +401,19 @@ def optimizer_cases() -> Iterator[Case]:
     }
     yield from vary("partial", build, partials)
     model = network()
-    groups = ({"turn": "2"}, {"turn": -1}, {"turn": NAN}, {"lr": -1}, {"lr": "x"}, {"lr": NAN})
-    for group in groups:
-        given = [{"params": list(model.parameters()), **group}]
-        yield Case(
-            f"a group with {group}",
-            functools.partial(build, model=model, groups=given, turn=2.0),
-        )
+    wrong_groups = (
+        {"turn": "2"},
+        {"turn": -1},
+        {"turn": NAN},
+        {"lr": -1},
+        {"lr": "x"},
+        {"lr": NAN},
+    )
+    for group in wrong_groups:
+        groups = [{"params": list(model.parameters()), **group}]
+        call = functools.partial(build, model=model, groups=groups, turn=2.0)
+        yield Case(f"a group with {group}", call)
+    other_network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     states = {
         "None": None,
         "a list": [],
@@ -412,16 +422,14 @@ def optimizer_cases() -> Iterator[Case]:
         "another's": build(base=torch.optim.Adam).state_dict(),
         "with turn": build(turn=2.0).state_dict(),
         "angles": build(coordinates="angles").state_dict(),
-        "of another model": build(
-            model=nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        ).state_dict(),
+        "of another model": build(model=other_network).state_dict(),
         "of no groups": {"state": {}, "param_groups": []},
         "of no mappings": {"state": 3, "param_groups": 4},
     }
     for name, state in states.items():
-        yield Case(f"load_state_dict({name})", lambda s=state: build().load_state_dict(s))
+        yield Case(f"load_state_dict({name})", functools.partial(build().load_state_dict, state))
     for group in (None, 3, {}, {"params": [3]}, {"params": "x"}, {"params": []}):
-        yield Case(f"add_param_group({group})", lambda g=group: build().add_param_group(g))
+        yield Case(f"add_param_group({group})", functools.partial(build().add_param_group, group))
 
 
 def tracker_cases() -> Iterator[Case]:
@@ -461,14 +469,14 @@ def tracker_cases() -> Iterator[Case]:
         "log": (3, "tensorboard", object(), ["log.csv"], "log.txt"),
     }
     yield from vary("BoundaryTracker", gp.BoundaryTracker, options, model=network())
-    both = functools.partial(gp.BoundaryTracker, network())
-    yield Case("statistics='batch' without a probe", functools.partial(both, statistics="batch"))
+    by_batch = functools.partial(gp.BoundaryTracker, network(), statistics="batch")
+    yield Case("statistics='batch' without a probe", by_batch)
     model = network()
     tracker = gp.BoundaryTracker(model, probe=X)
     tracker.step()
     history = tracker.history
+    layer = history["0"]
     for quantity in ("rotation", "", "rotations", "Dead", 0, None):
-        layer = history["0"]
         yield Case(f"history['0'][{quantity!r}]", functools.partial(layer.__getitem__, quantity))
         yield Case(f"history.table({quantity!r})", functools.partial(history.table, quantity))
         yield Case(f"history.plot({quantity!r})", functools.partial(history.plot, quantity))
@@ -512,32 +520,40 @@ def watch_cases() -> Iterator[Case]:
     yield from vary("watch", gp.watch, options, model=model, optimizer=optimizer)
 
 
-def test_a_misspelt_layer_of_a_history_is_a_key_that_names_the_others() -> None:
+@pytest.mark.parametrize("name", ["", "first", "0.weight", 0, None, "00"])
+def test_a_misspelt_layer_of_a_history_is_a_key_error_that_names_the_layers(name: Any) -> None:
     tracker = gp.BoundaryTracker(network(), probe=X)
-    for name in ("", "first", "0.weight", 0, None, "00"):
-        with pytest.raises(KeyError, match="no layer .*; there are: 0, 2, 4"):
-            tracker.history[name]
+
+    with pytest.raises(KeyError, match="no layer .*; there are: 0, 2, 4"):
+        tracker.history[name]
 
 
 def damaged_file_cases(tmp_path: Path) -> Iterator[Case]:
     damaged = tmp_path / "damaged.npy"
     damaged.write_bytes(b"no array")
-    both = functools.partial(gp.BoundaryTracker, network(), probe=X)
-    yield Case("a damaged file", functools.partial(both, file=damaged, resume=True))
-    yield Case("a folder as file", functools.partial(both, file=tmp_path, resume=True))
+    resume = functools.partial(gp.BoundaryTracker, network(), probe=X, resume=True)
+    yield Case("a damaged file", functools.partial(resume, file=damaged))
+    yield Case("a folder as file", functools.partial(resume, file=tmp_path))
 
 
-def find_fault(case: Case) -> str:
-    """Return how a case ended otherwise than by a ValueError with a sentence."""
-    try:
-        case.call()
-    except ValueError as error:
-        if len(str(error).split()) >= MIN_WORDS:
-            return ""
-        return f"{case.name}: {error!r} is no sentence"
-    except Exception as error:
-        return f"{case.name}: {error!r:.200}"
-    return f"{case.name}: passes"
+def find_faults(cases: Iterable[Case]) -> list[str]:
+    """Return how cases ended otherwise than by a ValueError with a sentence."""
+    faults = []
+    for case in cases:
+        try:
+            case.call()
+        except ValueError as error:
+            if not is_sentence(str(error)):
+                faults.append(f"{case.name}: {error!r} is no sentence")
+        except Exception as error:
+            faults.append(f"{case.name}: {error!r:.200}")
+        else:
+            faults.append(f"{case.name}: passes")
+    return faults
+
+
+def is_sentence(text: str) -> bool:
+    return len(text.split()) >= MIN_WORDS
 
 
 FAMILIES = (
@@ -556,22 +572,26 @@ FAMILIES = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_wrong_arguments_are_refused_in_a_sentence(family: Callable[[], Iterator[Case]]) -> None:
-    faults = [fault for case in family() if (fault := find_fault(case))]
-    assert faults == []
+    assert find_faults(family()) == []
 
 
 def test_wrong_files_of_a_tracker_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    faults = [fault for case in damaged_file_cases(tmp_path) if (fault := find_fault(case))]
-    assert faults == []
+    assert find_faults(damaged_file_cases(tmp_path)) == []
+
+
+def test_an_existing_file_of_a_tracker_is_not_overwritten(tmp_path: Path) -> None:
     existing = tmp_path / "existing.npy"
     existing.touch()
+
     with pytest.raises(FileExistsError, match="Go on with it by resume=True"):
         gp.BoundaryTracker(network(), probe=X, file=existing)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_there_are_enough_cases() -> None:
-    assert sum(len(list(family())) for family in FAMILIES) > 500
+    counts = [len(list(family())) for family in FAMILIES]
+
+    assert sum(counts) > 500
 
 
 @pytest.mark.parametrize(
@@ -605,8 +625,10 @@ def test_unknown_and_missing_arguments_are_pythons_own_type_error(call: Callable
 def test_a_tracker_says_that_rows_of_a_layer_are_gone() -> None:
     model = network()
     tracker = gp.BoundaryTracker(model, probe=X)
-    model[0].weight.data, model[0].bias.data = torch.zeros(0, 4), torch.zeros(0)
+    model[0].weight.data = torch.zeros(0, 4)
+    model[0].bias.data = torch.zeros(0)
     model[2].weight.data = torch.zeros(6, 0)
+
     with pytest.raises(ValueError, match="0 had other sizes .* Build the tracker anew"):
         tracker.step()
 
@@ -705,10 +727,12 @@ def experiment_commands() -> Iterator[tuple[str, ...]]:
     """Yield each option of the small experiments without a value, and with wrong ones."""
     for name in ("levy", "banana", "perturbation", "uci"):
         options = list_options(experiments.find(name))
-        for option in filter(options.__contains__, WRONG_OPTIONS):
+        for option, values in WRONG_OPTIONS.items():
+            if option not in options:
+                continue
             word = f"--{option.replace('_', '-')}"
             yield "run", name, word
-            for value in WRONG_OPTIONS[option]:
+            for value in values:
                 yield "run", name, word, value, "--out", f"run/{name}-{option}-{value}"
 
 
@@ -725,23 +749,35 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def run_command(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[Any, str]:
+    """Return the exit status of a command, and all that it printed."""
+    monkeypatch.setattr(sys, "argv", ["geoparam", *words])
+    status: Any = None
+    try:
+        cli.main()
+    except SystemExit as exit:
+        status = exit.code
+    except Exception as error:
+        status = f"Traceback: {error!r}"
+
+    output = "".join(capfd.readouterr())
+    if isinstance(status, str):  # Python prints it when it exits
+        output += status
+    return status, output
+
+
 def test_wrong_commands_end_in_a_line_and_no_traceback(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = []
     for words in (*COMMANDS, *experiment_commands(), *image_commands()):
-        monkeypatch.setattr(sys, "argv", ["geoparam", *words])
-        status: Any = None
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = ended.code
-        except Exception as error:
-            status = f"Traceback: {error!r}"
-        told = "".join(capfd.readouterr())
-        if isinstance(status, str):
-            told += status
-        if not status or "Traceback" in told or len(told.split()) < MIN_WORDS:
-            faults.append((words, status, told))
+        status, output = run_command(words, monkeypatch, capfd)
+
+        has_failed = bool(status)
+        if not has_failed or "Traceback" in output or not is_sentence(output):
+            faults.append((words, status, output))
+
     assert faults == []
     assert not (workplace / "run").exists()

@@ -18,16 +18,15 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.md"))
 LAUNCHED = "# torchrun ", "# accelerate launch "  # tests/distributed/test_recipes.py runs these
 
 
-def read_blocks(page: Path, opening: str) -> list[str]:
-    """Return the code blocks of a page that begin with the line `opening`."""
-    text = page.read_text("utf-8")
+def find_blocks(text: str, opening: str) -> list[str]:
+    """Return the code blocks that begin with the line `opening`."""
     return re.findall(rf"^```{opening}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = read_blocks(page, "python")
+    blocks = find_blocks(page.read_text("utf-8"), "python")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks, start=1):
         if block.startswith(LAUNCHED):
@@ -43,12 +42,14 @@ def test_printed_output_is_what_the_block_before_prints(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs" / name).read_text("utf-8")
-    before, after = text.split("```\n\n```\n", maxsplit=1)
-    output, _ = after.split("```", maxsplit=1)
+    code, rest = text.split("```\n\n```\n", maxsplit=1)
+    output, _ = rest.split("```", maxsplit=1)
+
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for code in re.findall(r"^```python\n(.*?)^```", f"{before}```", re.DOTALL | re.MULTILINE):
+    for block in find_blocks(f"{code}```", "python"):
         capsys.readouterr()
-        exec(compile(code, name, "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
+
     assert output in capsys.readouterr().out
 
 
@@ -59,7 +60,8 @@ def test_notebook_runs_in_a_few_steps(notebook: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("NOTEBOOK_STEPS", "4")
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, cell in enumerate(read_blocks(notebook, r"\{code-cell\} ipython3"), start=1):
+    cells = find_blocks(notebook.read_text("utf-8"), r"\{code-cell\} ipython3")
+    for number, cell in enumerate(cells, start=1):
         exec(compile(cell, f"{notebook.name}, cell {number}", "exec"), namespace)
     pyplot = importlib.import_module("matplotlib.pyplot")
     pyplot.close("all")
@@ -71,8 +73,11 @@ def test_example_saves_its_figure(
 ) -> None:
     pytest.importorskip("matplotlib")
     main = runpy.run_path(str(path))["main"]
-    main(["--steps", "3", "--out", str(tmp_path / "figure.png")])
-    assert (tmp_path / "figure.png").stat().st_size > 1000
+    figure = tmp_path / "figure.png"
+
+    main(["--steps", "3", "--out", str(figure)])
+
+    assert figure.stat().st_size > 1000
     assert capsys.readouterr().out
 
 
@@ -80,32 +85,41 @@ def test_an_interrupted_sweep_of_defaults_goes_on_to_the_same_records(tmp_path: 
     from benchmarks import defaults
 
     out = tmp_path / "defaults.json"
-    methods = "plain;norm;optimizer, turn"
-    options = ["--tasks", "digits-mlp", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
-    defaults.main([*options, "--methods", methods, "--out", str(out)])
+    size = ["--tasks", "digits-mlp", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
+    options = [*size, "--methods", "plain;norm;optimizer, turn", "--out", str(out)]
+    defaults.main(options)
     records = json.loads(out.read_text())
     assert len(records) == 5 * 5 + 1  # five rates, Adam and SGD for two; the README's snippet
+
     defaults.write(out, records[::2])
-    defaults.main([*options, "--methods", methods, "--out", str(out), "--resume"])
+    defaults.main([*options, "--resume"])
+
     assert json.loads(out.read_text()) == records
     assert "| optimizer, turn | Muon, turn |" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "line"),
     [
-        ("host --layers 2 --steps 1", "| none | bn | imn | layers | layers+imn | intrinsic |"),
-        ("training --device cpu --networks vgg6 --batches 2 --modes eager --steps 1 --methods bn",
-         "| vgg6, 2x32², eager |"),
+        (
+            "host --layers 2 --steps 1",
+            "| none | bn | imn | layers | layers+imn | intrinsic |",
+        ),
+        (
+            "training --device cpu --networks vgg6 --batches 2 --modes eager --steps 1 "
+            "--methods bn",
+            "| vgg6, 2x32², eager |",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_benchmark_prints_its_table(
-    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
     name, *arguments = command.split()
-    module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module.main()
-    assert said in capsys.readouterr().out
+
+    importlib.import_module(f"benchmarks.{name}").main()
+
+    assert line in capsys.readouterr().out

@@ -1,16 +1,22 @@
 """convert_(norm="imn"): BatchNorm goes, evaluation stays, and what cannot be kept is said."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from model_checks import has_batchnorm
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.testing import assert_close
 from zoo import pretend_pretrained
 
 import geoparam as gp
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+both_weights = pytest.mark.parametrize("weights", ["geometric", "plain"])
 
 
 class TwoConvs(nn.Module):
@@ -23,91 +29,169 @@ class TwoConvs(nn.Module):
         self.head = nn.Linear(6, 2)
         pretend_pretrained(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm1(self.first(x)).relu()
-        return self.head(self.norm2(self.second(x)).relu().mean(dim=(2, 3)))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.norm1(self.first(x)).relu())
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Return the scores of the first layer's output."""
+        x = self.norm2(self.second(x)).relu()
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def remove_batchnorm(model: nn.Module, **options: Any) -> nn.Module:
+    return gp.convert_(model, **{"norm": "imn", "example_inputs": X, **options})
+
+
+# Pretrained models and calibration.
 
 
 def test_pretrained_batchnorm_is_absorbed_exactly() -> None:
     model = TwoConvs().double()
     original = copy.deepcopy(model)
-    gp.convert_(model, norm="imn", example_inputs=X.double(), calibration=X.double() + 1)
-    assert gp.verify(original, model, X.double()) < 1e-12
-    assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-    assert model.first.input_norm is None  # the first layer sees data
+    x = X.double()
+
+    remove_batchnorm(model, example_inputs=x, calibration=x + 1)
+
+    assert gp.verify(original, model, x) < 1e-12
+    assert not has_batchnorm(model)
+
+
+def test_the_first_layer_gets_no_input_mean() -> None:
+    """It sees data."""
+    model = remove_batchnorm(TwoConvs())
+
+    assert model.first.input_norm is None
+    assert model.second.input_norm_form == "bias"
 
 
 def test_calibration_sets_the_running_means() -> None:
     model = TwoConvs().eval()
     batches = [X, X[:2] * 2]
-    hidden = torch.cat([model.norm1(model.first(b)).relu() for b in batches])
-    gp.convert_(model, norm="imn", example_inputs=X, calibration=batches)
-    assert model.second.input_norm_form == "bias"
-    assert model.second.input_norm.num_batches_tracked == 5  # the next has momentum's share, 0.2
-    mean = hidden.mean(dim=(0, 2, 3))
-    torch.testing.assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
+    hidden = [model.norm1(model.first(batch)).relu() for batch in batches]
+
+    remove_batchnorm(model, calibration=batches)
+
+    mean = torch.cat(hidden).mean(dim=(0, 2, 3))
+    assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
+
+
+def test_after_calibration_the_next_batch_has_the_share_of_momentum() -> None:
+    model = remove_batchnorm(TwoConvs(), calibration=[X, X])
+
+    next_share = 1 / model.second.input_norm.num_batches_tracked
+    assert next_share == model.second.input_norm.momentum == 0.2
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.2, None])
+@torch.no_grad()
 def test_the_first_batch_moves_a_calibrated_mean_by_momentum(momentum: float | None) -> None:
-    options = {"weights": "plain", "momentum": momentum, "calibration": [X, X, X]}
-    model = gp.convert_(TwoConvs(), norm="imn", example_inputs=X, **options).train()
-    with torch.no_grad():
-        hidden = model.norm1(model.first(2 * X)).relu().mean(dim=(0, 2, 3))
-        expected = model.second.running_mean.lerp(hidden, momentum or 1 / 4)
-        model(2 * X)
-    torch.testing.assert_close(model.second.running_mean, expected)
+    calibration = [X, X, X]
+    model = remove_batchnorm(
+        TwoConvs(), weights="plain", momentum=momentum, calibration=calibration
+    )
+    share = momentum or 1 / (len(calibration) + 1)
+    model.train()
+    batch_mean = model.norm1(model.first(2 * X)).relu().mean(dim=(0, 2, 3))
+    expected = model.second.running_mean.lerp(batch_mean, share)
+
+    model(2 * X)
+
+    assert_close(model.second.running_mean, expected)
 
 
-def test_from_scratch_the_form_is_the_same_and_folds_to_the_originals_keys() -> None:
-    model = gp.convert_(TwoConvs(), norm="imn", init="sphere", example_inputs=X)
+# Models that are trained from the start.
+
+
+def test_from_scratch_the_layers_have_the_same_form() -> None:
+    model = remove_batchnorm(TwoConvs(), init="sphere")
+
     assert model.first.input_norm is None
-    assert model.second.input_norm is not None and model.second.input_norm_form is True
+    assert model.second.input_norm is not None
+    assert model.second.input_norm_form is True
     assert model.second.lam is not None  # it takes over BatchNorm's offset
-    model(X).sum().backward()
+
+
+def test_from_scratch_a_model_folds_to_the_originals_keys() -> None:
+    model = remove_batchnorm(TwoConvs(), init="sphere")
+    model(X)
+
     folded = gp.fold_(copy.deepcopy(model))
+
     assert gp.verify(model, folded, X) < 1e-5
     assert set(folded.state_dict()) == set(TwoConvs().state_dict())
 
 
-WITHOUT_BIAS = {
-    "no norm": nn.Identity,
-    "another norm": lambda: nn.GroupNorm(2, 8),
-    "no statistics": lambda: nn.BatchNorm2d(8, track_running_stats=False),
-}
+def build_network_with(norm: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, bias=False),
+        norm,
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 2),
+    )
 
 
-@pytest.mark.parametrize("weights", ["geometric", "plain"])
-@pytest.mark.parametrize("norm", WITHOUT_BIAS.values(), ids=WITHOUT_BIAS)
-def test_from_scratch_other_keys_are_said_at_conversion(norm, weights: str) -> None:  # noqa: ANN001
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), norm(), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 2))
-    options = {"norm": "imn", "init": "glorot", "weights": weights, "example_inputs": X}
-    original = copy.deepcopy(model)
+every_norm_that_adds_a_bias = pytest.mark.parametrize(
+    "build_norm",
+    [
+        nn.Identity,
+        lambda: nn.GroupNorm(2, 8),
+        lambda: nn.BatchNorm2d(8, track_running_stats=False),
+    ],
+    ids=["no norm", "another norm", "no statistics"],
+)
+
+
+@both_weights
+@every_norm_that_adds_a_bias
+def test_from_scratch_other_keys_are_said_at_conversion(
+    build_norm: Callable, weights: str
+) -> None:
+    model = build_network_with(build_norm())
+    keys = set(model.state_dict())
+
     with pytest.warns(UserWarning, match="1 layers, '2' first, will not fold to the keys"):
-        gp.convert_(model, **options)
+        remove_batchnorm(model, init="glorot", weights=weights)
+
     model(X)
     folded = gp.fold_(copy.deepcopy(model), restore_norm=True)
     assert gp.verify(model, folded, X) < 1e-5
-    assert set(folded.state_dict()) != set(original.state_dict())
-    gp.convert_(original, lambda module, name: name == "0", **options)  # nothing is said
+    assert set(folded.state_dict()) != keys
 
 
-def test_a_norm_that_others_use_stays() -> None:
-    class Shared(TwoConvs):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            x = self.norm1(x).relu() + x
-            return self.head(self.norm2(self.second(x)).relu().mean(dim=(2, 3)))
+@both_weights
+@every_norm_that_adds_a_bias
+def test_nothing_is_said_if_the_filter_leaves_the_layer_out(
+    build_norm: Callable, weights: str
+) -> None:
+    """A warning would be an error."""
+    model = build_network_with(build_norm())
 
-    model = Shared()
-    plan = gp.plan(model, norm="imn", example_inputs=X)
+    remove_batchnorm(
+        model, filter_fn=lambda module, name: name == "0", init="glorot", weights=weights
+    )
+
+
+# Norms that stay.
+
+
+class ResidualAroundNorm(TwoConvs):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.classify(self.norm1(x).relu() + x)
+
+
+def test_a_norm_whose_input_others_use_stays() -> None:
+    plan = gp.plan(ResidualAroundNorm(), norm="imn", example_inputs=X)
+
     absorbed = {d.name: d.norm for d in plan.decisions if d.converted}
     assert absorbed == {"first": None, "second": "norm2"}
 
 
 class Doubling(nn.BatchNorm2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
 
 
@@ -116,18 +200,41 @@ def test_a_norm_that_computes_something_else_stays(norm: nn.Module) -> None:
     model = TwoConvs()
     model.norm2 = norm
     original = copy.deepcopy(model)
+
     assert "norm2 stays" in str(gp.plan(model, norm="imn", example_inputs=X))
-    gp.convert_(model, norm="imn", example_inputs=X)
+    remove_batchnorm(model)
+
     assert gp.verify(original, model, X) < 1e-5
 
 
+class FunctionalNorm(TwoConvs):
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.norm1.running_mean, self.norm1.running_var
+        x = nn.functional.batch_norm(self.first(x), mean, variance, self.norm1.weight)
+        return self.classify(x.relu())
+
+
+def test_a_norm_used_through_its_statistics_stays() -> None:
+    model = FunctionalNorm().eval()
+    original = copy.deepcopy(model)
+
+    remove_batchnorm(model)
+
+    assert isinstance(model.norm1, nn.BatchNorm2d)
+    assert isinstance(model.first, gp.GmPConv2d)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+# Errors and warnings.
+
+
 class ReadsWeight(TwoConvs):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.first.weight.mean() * 10
 
 
 class ReadsNorm(TwoConvs):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.norm1.running_mean.mean()
 
 
@@ -148,140 +255,15 @@ def with_broken_norm() -> nn.Module:
         (TwoConvs, {"calibration": X[:0]}, "no finite mean.*they are empty"),
     ],
 )
-def test_imn_errors_leave_the_model_alone(build, options, message) -> None:  # noqa: ANN001
+def test_imn_errors_leave_the_model_alone(build: Callable, options: dict, message: str) -> None:
     model = build()
-    before = model.state_dict()
+    keys = model.state_dict().keys()
+
     with pytest.raises(ValueError, match=message):
-        gp.convert_(model, norm="imn", example_inputs=X, **options)
-    assert model.state_dict().keys() == before.keys()
-    assert not any(isinstance(m, gp.GmPLayer) for m in model.modules())
+        remove_batchnorm(model, **options)
 
-
-class FunctionalNorm(TwoConvs):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n = self.norm1
-        x = nn.functional.batch_norm(self.first(x), n.running_mean, n.running_var, n.weight)
-        return self.head(self.norm2(self.second(x.relu())).relu().mean(dim=(2, 3)))
-
-
-def test_a_norm_used_through_its_statistics_stays() -> None:
-    model = FunctionalNorm().eval()
-    original = copy.deepcopy(model)
-    gp.convert_(model, norm="imn", example_inputs=X)
-    assert isinstance(model.norm1, nn.BatchNorm2d) and isinstance(model.first, gp.GmPConv2d)
-    assert gp.verify(original, model, X) < 1e-5
-
-
-def test_a_list_of_example_inputs_is_one_call() -> None:
-    class Sum(TwoConvs):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return super().forward(a + b)
-
-    plain = Sum().eval()
-    one, other = (
-        gp.convert_(copy.deepcopy(plain), norm="imn", example_inputs=inputs)
-        for inputs in ((X, 2 * X), [X, 2 * X])
-    )
-    assert torch.equal(one.second.input_norm.running_mean, other.second.input_norm.running_mean)
-
-
-def test_freezing_survives_absorbing_a_norm() -> None:
-    model = TwoConvs()
-    model.second.requires_grad_(False)
-    gp.convert_(model, norm="imn", example_inputs=X)
-    assert not model.second.latitude.requires_grad
-    assert model.second.r.requires_grad and model.second.lam.requires_grad  # as gamma and beta
-    gp.fold_(model)
-    assert not model.second.weight.requires_grad and model.norm2.weight.requires_grad
-
-
-def test_a_part_of_a_converted_model_does_not_fold() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    gp.convert_(model, norm="imn", init="glorot", example_inputs=X)
-    with pytest.raises(ValueError, match="Fold the whole model"):
-        gp.fold_(nn.Sequential(*model[1:], gp.GmPConv2d(2, 2, 1)))
-
-
-def test_a_model_that_was_never_trained_is_noticed() -> None:
-    model = TwoConvs()
-    model.norm1.reset_running_stats(), model.norm2.reset_running_stats()
-    with pytest.warns(UserWarning, match="pass norm='imn' and init='glorot'; .*pretrained=True"):
-        gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=X)
-    for options in ({"pretrained": True}, {"init": "glorot"}):  # a warning would be an error
-        gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=X, **options)
-    model(X)
-    gp.convert_(model, norm="imn", example_inputs=X)
-
-
-def test_a_model_without_batchnorm_is_noticed() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    x = torch.randn(3, 4)
-    with pytest.warns(UserWarning, match="found no BatchNorm that follows a layer"):
-        gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=x)
-    gp.convert_(model, norm="imn", init="glorot", example_inputs=x)
-    assert model[0].input_norm is None and model[2].input_norm is not None
-
-
-def test_norm_needs_example_inputs_and_a_known_name() -> None:
-    with pytest.raises(ValueError, match="example_inputs"):
-        gp.convert_(TwoConvs(), norm="imn", pretrained=True)
-    with pytest.raises(ValueError, match="norm is None, 'imn' or 'fold'"):
-        gp.convert_(TwoConvs(), norm="bn")
-
-
-@pytest.mark.parametrize("without", ["weight", "bias"])
-def test_a_norm_with_half_of_its_parameters_is_restored(without: str) -> None:
-    model = TwoConvs()
-    for norm in (model.norm1, model.norm2):
-        setattr(norm, without, None)
-    original = copy.deepcopy(model)
-    gp.fold_(gp.convert_(model, norm="imn", example_inputs=X))
-    assert gp.verify(original, model, X) < 1e-5
-    original.load_state_dict(model.state_dict())
-
-
-def test_a_model_without_values_converts_and_loads_and_folds() -> None:
-    model = gp.convert_(TwoConvs(), norm="imn", example_inputs=X)
-    empty = gp.convert_(TwoConvs().to("meta"), norm="imn", example_inputs=X.to("meta"))
-    empty.load_state_dict(model.state_dict(), assign=True)
-    assert gp.verify(model, empty, X) == 0
-    assert gp.verify(model, gp.fold_(empty), X) < 1e-5
-
-
-@pytest.mark.parametrize("weights", ["geometric", "plain"])
-def test_a_bias_before_a_frozen_norm_goes_on_learning(weights: str) -> None:
-    model = TwoConvs()
-    for norm in (model.norm1, model.norm2):
-        norm.requires_grad_(False)
-    gp.convert_(model, norm="imn", weights=weights, example_inputs=X)
-    key = "lam" if weights == "geometric" else "bias"
-    assert getattr(model.first, key).requires_grad
-    assert not getattr(model.second, key).requires_grad  # it had no bias
-    assert gp.fold_(model).first.bias.requires_grad
-
-
-@pytest.mark.parametrize("weights", ["geometric", "plain"])
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_restored_norm_is_frozen_or_thawed_with_its_layer(weights: str, learns: bool) -> None:
-    model = TwoConvs()
-    for part in (model.first, model.norm1):
-        part.requires_grad_(not learns)
-    gp.convert_(model, norm="imn", weights=weights, example_inputs=X)
-    model.first.requires_grad_(learns)
-    gp.fold_(model, restore_norm=True)
-    own = [*model.first.parameters(), *model.norm1.parameters()]
-    assert all(p.requires_grad == learns for p in own)
-    assert all(p.requires_grad for p in model.norm2.parameters())
-
-
-@pytest.mark.parametrize("layer", ["first", "second"])
-def test_a_layer_that_got_a_parametrization_folds_to_one_that_learns(layer: str) -> None:
-    model = gp.convert_(TwoConvs(), norm="imn", weights="plain", example_inputs=X)
-    weight_norm(getattr(model, layer))
-    before = copy.deepcopy(model)
-    folded = getattr(gp.fold_(model), layer)
-    assert gp.verify(before, model, X) < 1e-5
-    assert type(folded) is nn.Conv2d and not folded._modules and folded.weight.requires_grad
+    assert model.state_dict().keys() == keys
+    assert not any(isinstance(module, gp.GmPLayer) for module in model.modules())
 
 
 def test_after_an_error_frozen_is_what_was() -> None:
@@ -289,15 +271,183 @@ def test_after_an_error_frozen_is_what_was() -> None:
     model.norm1.requires_grad_(False)
     model.first.bias.requires_grad_(False)
     model.second.register_forward_hook(lambda layer, x, y: 2 * y + 1)
-    flags = [p.requires_grad for p in model.parameters()]
+    before = [parameter.requires_grad for parameter in model.parameters()]
+
     with pytest.raises(ValueError, match="differs by"):
-        gp.convert_(model, norm="imn", weights="plain", example_inputs=X)
-    assert flags == [p.requires_grad for p in model.parameters()]
+        remove_batchnorm(model, weights="plain")
+
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+
+
+def test_a_part_of_a_converted_model_does_not_fold() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    remove_batchnorm(model, init="glorot")
+    part = nn.Sequential(*model[1:], gp.GmPConv2d(2, 2, 1))
+
+    with pytest.raises(ValueError, match="Fold the whole model"):
+        gp.fold_(part)
+
+
+def build_untrained() -> TwoConvs:
+    """Return a network whose BatchNorms have seen no batch."""
+    model = TwoConvs()
+    model.norm1.reset_running_stats()
+    model.norm2.reset_running_stats()
+    return model
+
+
+def test_a_model_that_was_never_trained_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="pass norm='imn' and init='glorot'; .*pretrained=True"):
+        remove_batchnorm(build_untrained())
+
+
+@pytest.mark.parametrize("options", [{"pretrained": True}, {"init": "glorot"}])
+def test_no_training_is_not_noticed_if_the_options_say_it(options: dict) -> None:
+    """A warning would be an error."""
+    remove_batchnorm(build_untrained(), **options)
+
+
+def test_one_batch_counts_as_training() -> None:
+    """A warning would be an error."""
+    model = build_untrained()
+    model(X)
+
+    remove_batchnorm(model)
+
+
+def build_without_batchnorm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_a_model_without_batchnorm_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="found no BatchNorm that follows a layer"):
+        remove_batchnorm(build_without_batchnorm(), example_inputs=torch.randn(3, 4))
+
+
+def test_from_scratch_a_model_without_batchnorm_gets_input_means() -> None:
+    model = build_without_batchnorm()
+
+    remove_batchnorm(model, init="glorot", example_inputs=torch.randn(3, 4))
+
+    assert model[0].input_norm is None
+    assert model[2].input_norm is not None
+
+
+def test_norm_needs_example_inputs() -> None:
+    with pytest.raises(ValueError, match="example_inputs"):
+        gp.convert_(TwoConvs(), norm="imn", pretrained=True)
+
+
+def test_unknown_norms_are_refused() -> None:
+    with pytest.raises(ValueError, match="norm is None, 'imn' or 'fold'"):
+        gp.convert_(TwoConvs(), norm="bn")
+
+
+# Folding, freezing and other forms of a model.
+
+
+@pytest.mark.parametrize("inputs_type", [tuple, list])
+def test_several_example_inputs_are_one_calls_arguments(inputs_type: type) -> None:
+    class Sum(TwoConvs):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a + b)
+
+    model = Sum().eval()
+    expected = model.norm1(model.first(3 * X)).relu().mean(dim=(0, 2, 3))
+
+    remove_batchnorm(model, example_inputs=inputs_type([X, 2 * X]))
+
+    assert_close(model.second.input_norm.running_mean, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("without", ["weight", "bias"])
+def test_a_norm_with_half_of_its_parameters_is_restored(without: str) -> None:
+    model = TwoConvs()
+    setattr(model.norm1, without, None)
+    setattr(model.norm2, without, None)
+    original = copy.deepcopy(model)
+
+    gp.fold_(remove_batchnorm(model))
+
+    assert gp.verify(original, model, X) < 1e-5
+    original.load_state_dict(model.state_dict())
+
+
+def test_a_model_without_values_converts_and_loads_and_folds() -> None:
+    model = remove_batchnorm(TwoConvs())
+    empty = remove_batchnorm(TwoConvs().to("meta"), example_inputs=X.to("meta"))
+
+    empty.load_state_dict(model.state_dict(), assign=True)
+
+    assert gp.verify(model, empty, X) == 0
+    assert gp.verify(model, gp.fold_(empty), X) < 1e-5
+
+
+def test_a_frozen_layer_stays_frozen_and_its_norms_scale_and_offset_learn() -> None:
+    model = TwoConvs()
+    model.second.requires_grad_(False)
+
+    remove_batchnorm(model)
+    assert not model.second.latitude.requires_grad
+    assert model.second.r.requires_grad
+    assert model.second.lam.requires_grad
+
+    gp.fold_(model)
+    assert not model.second.weight.requires_grad
+    assert model.norm2.weight.requires_grad
+
+
+@pytest.mark.parametrize(("weights", "bias"), [("geometric", "lam"), ("plain", "bias")])
+def test_a_bias_before_a_frozen_norm_goes_on_learning(weights: str, bias: str) -> None:
+    model = TwoConvs()
+    model.norm1.requires_grad_(False)
+    model.norm2.requires_grad_(False)
+
+    remove_batchnorm(model, weights=weights)
+
+    assert model.first.get_parameter(bias).requires_grad
+    assert not model.second.get_parameter(bias).requires_grad  # it had no bias
+    assert gp.fold_(model).first.bias.requires_grad
+
+
+@both_weights
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_restored_norm_is_frozen_or_thawed_with_its_layer(weights: str, learns: bool) -> None:
+    model = TwoConvs()
+    model.first.requires_grad_(not learns)
+    model.norm1.requires_grad_(not learns)
+    remove_batchnorm(model, weights=weights)
+    model.first.requires_grad_(learns)
+
+    gp.fold_(model, restore_norm=True)
+
+    for parameter in (*model.first.parameters(), *model.norm1.parameters()):
+        assert parameter.requires_grad == learns
+    for parameter in model.norm2.parameters():
+        assert parameter.requires_grad
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_layer_that_got_a_parametrization_folds_to_one_that_learns(name: str) -> None:
+    model = remove_batchnorm(TwoConvs(), weights="plain")
+    weight_norm(model.get_submodule(name))
+    before = copy.deepcopy(model)
+
+    gp.fold_(model)
+
+    layer = model.get_submodule(name)
+    assert gp.verify(before, model, X) < 1e-5
+    assert type(layer) is nn.Conv2d
+    assert not layer._modules
+    assert layer.weight.requires_grad
 
 
 def test_a_layer_that_is_not_called_gets_no_input_mean() -> None:
+    """Attention reads its output layer's weight instead."""
     block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model, x = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 2)), torch.randn(4, 5, 8)
-    gp.convert_(model, norm="imn", init="glorot", example_inputs=x)
-    assert model[1].self_attn.out_proj.input_norm is None  # attention reads its weight
-    assert model[1].linear1.input_norm is not None
+    model = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 2))
+
+    remove_batchnorm(model, init="glorot", example_inputs=torch.randn(4, 5, 8))
+
+    assert block.self_attn.out_proj.input_norm is None
+    assert block.linear1.input_norm is not None
