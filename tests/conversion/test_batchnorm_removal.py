@@ -268,8 +268,7 @@ def test_imn_errors_leave_the_model_alone(build: Callable, options: dict, messag
 
 def test_after_an_error_frozen_is_what_was() -> None:
     model = TwoConvs().eval()
-    model.norm1.requires_grad_(False)
-    model.first.bias.requires_grad_(False)
+    model.first.bias.requires_grad_(False)  # conversion would let it learn, as norm1's bias does
     model.second.register_forward_hook(lambda layer, x, y: 2 * y + 1)
     before = [parameter.requires_grad for parameter in model.parameters()]
 
