@@ -237,18 +237,19 @@ class Failing(UnitQuantity):
         return interval.now.scale
 
 
-def test_after_an_interrupted_record_the_next_rotations_are_unknown() -> None:
+@pytest.mark.parametrize("quantity", ["rotation", "displacement"])
+def test_after_an_interrupted_record_the_next_movements_are_unknown(quantity: str) -> None:
     """The interrupted record has replaced the directions that the next one would compare with."""
     model = network("sp")
-    tracker = BoundaryTracker(model, example_inputs=ZEROS, quantities=["rotation", Failing()])
+    tracker = BoundaryTracker(model, example_inputs=ZEROS, quantities=[quantity, Failing()])
 
     train(model, 1, tracker.step)
     with pytest.raises(KeyboardInterrupt):
         train(model, 1, tracker.step)
     train(model, 2, tracker.step)
 
-    rotations = tracker.history["0"]["rotation_max"]
-    assert np.isnan(rotations).tolist() == [False, True, False]
+    movements = tracker.history["0"][f"{quantity}_max"]
+    assert np.isnan(movements).tolist() == [False, True, False]
 
 
 def test_a_tracker_whose_first_batch_was_interrupted_begins_with_the_next() -> None:
