@@ -75,10 +75,15 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
+def randomised(*modules: nn.Module) -> nn.Sequential:
+    """Return modules in sequence, with random parameters, in evaluation mode."""
+    return randomise(nn.Sequential(*modules)).eval()
+
+
 def make_network(layer: nn.Module, norm: str) -> nn.Sequential:
-    """Return layer, norm and ReLU with random parameters."""
+    """Return layer, norm and ReLU with random parameters, in evaluation mode."""
     rank = len(getattr(layer, "kernel_size", ()))
-    return randomise(nn.Sequential(layer, FIXED[norm](UNITS, rank), nn.ReLU()))
+    return randomised(layer, FIXED[norm](UNITS, rank), nn.ReLU())
 
 
 def draw_batch(layer: nn.Module, examples: int = 7) -> Tensor:
@@ -185,7 +190,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
 def test_the_pre_activation_at_each_location_is_the_breakpoint(
     make: Callable, points: list, norm: str
 ) -> None:
-    model = make_network(nn.Linear(FAN_IN, UNITS), norm).eval()
+    model = make_network(nn.Linear(FAN_IN, UNITS), norm)
     model[2] = make().double()
     expected = torch.tensor(points, **D).reshape(len(points), -1).expand(-1, UNITS)
 
@@ -268,7 +273,7 @@ VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]]
 def test_boundaries_are_exact_for_examples_with_the_same_statistics(
     layer: Callable, norm: Callable, examples: int
 ) -> None:
-    model = randomise(nn.Sequential(layer(), norm(), nn.ReLU())).eval()
+    model = randomised(layer(), norm(), nn.ReLU())
 
     check(model, draw_batch(model[0], examples))
 
@@ -278,7 +283,7 @@ NORMS_OF_UNITS = [nn.GroupNorm(2, UNITS), nn.LayerNorm(UNITS, bias=False)]
 
 def make_without_beta(norm: nn.Module) -> nn.Sequential:
     """Return a layer with the norm, whose beta is zero, and ReLU."""
-    model = randomise(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
+    model = randomised(LINEAR["gmp, r inside"](), norm, nn.ReLU())
     if model[1].bias is not None:
         nn.init.zeros_(model[1].bias)
     return model
@@ -317,9 +322,11 @@ def average_moments(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
     nn.init.ones_(plain.weight)
     nn.init.zeros_(plain.bias)
     y = torch.cat([plain(example[None]) for example in z]).detach()
+    z0, z1 = z[..., 0], z[..., 1]
+    y0, y1 = y[..., 0], y[..., 1]
 
-    deviation = (z[..., 1] - z[..., 0]) / (y[..., 1] - y[..., 0])
-    mean = z[..., 0] - deviation * y[..., 0]
+    deviation = (z1 - z0) / (y1 - y0)
+    mean = z0 - deviation * y0
     return mean.mean(dim=0), deviation.mean(dim=0)
 
 
@@ -330,7 +337,7 @@ norms_over_positions = pytest.mark.parametrize(
 
 @norms_over_positions
 def test_moments_of_norms_over_positions_are_averages_over_examples(norm: nn.Module) -> None:
-    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm)).eval()
+    model = randomised(nn.Conv1d(2, UNITS, 3), norm)
     z = model[0](torch.randn(8, 2, 9, **D)).detach()
 
     moments = compute_moments(norm, z)
@@ -344,7 +351,7 @@ def test_moments_of_norms_over_positions_are_averages_over_examples(norm: nn.Mod
 def test_norms_over_positions_have_the_boundaries_of_their_average_moments(
     norm: nn.Module,
 ) -> None:
-    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())).eval()
+    model = randomised(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())
     x = torch.randn(8, 2, 9, **D)
 
     boundary = boundaries(model, x)["0"]
@@ -357,9 +364,14 @@ def test_norms_over_positions_have_the_boundaries_of_their_average_moments(
 
 
 def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
-    first = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
-    second = [GmPConv2d(4, 4, 3, input_norm=True), nn.BatchNorm2d(4), nn.ReLU()]
-    model = randomise(nn.Sequential(*first, *second)).train()
+    model = randomised(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        GmPConv2d(4, 4, 3, input_norm=True),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+    ).train()
     x = torch.randn(5, 2, 8, 8, **D)
 
     boundary = boundaries(model, x, statistics="batch")["3"]
@@ -485,7 +497,7 @@ def test_converted_attention_inside_a_model_needs_no_inputs() -> None:
 def test_boundaries_of_bfloat16_parameters_are_computed_in_wider_numbers(
     make: Callable, norm: nn.Module
 ) -> None:
-    narrow = randomise(nn.Sequential(make(), copy.deepcopy(norm))).bfloat16().eval()
+    narrow = randomised(make(), copy.deepcopy(norm)).bfloat16()
     if isinstance(norm, nn.LayerNorm):
         nn.init.zeros_(narrow[1].bias)
     wide = copy.deepcopy(narrow).double()

@@ -148,8 +148,12 @@ def test_a_layer_that_applies_its_activation_itself_has_bits() -> None:
 
 
 def test_a_layer_that_is_called_twice_has_the_bits_of_both_calls() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        hidden = F.relu(m.a(x))
+        return F.relu(m.a(hidden))
+
     layer = nn.Linear(4, 4)
-    model = FunctionModel(lambda m, x: F.relu(m.a(F.relu(m.a(x)))), a=layer)
+    model = FunctionModel(forward, a=layer)
 
     first = layer(X)
     second = layer(first.relu())
@@ -259,7 +263,8 @@ moves = pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @moves
 def test_an_activation_without_the_examples_in_front_has_no_bits(move: Callable) -> None:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
-        return m.b(F.relu(m.a(x))) + F.relu(m.c(move(x))).sum()
+        moved = F.relu(m.c(move(x)))
+        return m.b(F.relu(m.a(x))) + moved.sum()
 
     model = FunctionModel(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
 
@@ -504,17 +509,49 @@ def test_a_tracker_records_the_changes_of_patterns() -> None:
 
 # Activations wherever they are.
 
-EVERYWHERE = {
-    "heads": lambda m, x, act: m.b(act(m.a(x).view(-1, 2, 4)).flatten(1)),
-    "used twice": lambda m, x, act: m.b(act(z := m.a(x)) + z),
-    "average": lambda m, x, act: m.b(act(F.avg_pool1d(torch.cat([m.a(x), 2 * m.a(x)], 1), 2))),
-    "concatenation": lambda m, x, act: act(torch.cat([m.a(x), m.a(x) - 1], dim=1)),
-    "transposed convolution": lambda m, x, act: act(m.c(x[:, None])),
-    "part of a weight": lambda m, x, act: act(x @ m.a.weight.t()[:, :3]),
-}
+Activation = Callable[[Tensor], Tensor]
 
 
-@pytest.mark.parametrize("forward", EVERYWHERE.values(), ids=EVERYWHERE)
+def activate_heads(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    heads = m.a(x).view(-1, 2, 4)
+    return m.b(act(heads).flatten(1))
+
+
+def use_twice(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    z = m.a(x)
+    return m.b(act(z) + z)
+
+
+def activate_average(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    both = torch.cat([m.a(x), 2 * m.a(x)], dim=1)
+    average = F.avg_pool1d(both, 2)
+    return m.b(act(average))
+
+
+def activate_concatenation(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    return act(torch.cat([m.a(x), m.a(x) - 1], dim=1))
+
+
+def activate_transposed_convolution(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    return act(m.c(x[:, None]))
+
+
+def activate_product_with_part_of_a_weight(m: nn.Module, x: Tensor, act: Activation) -> Tensor:
+    part = m.a.weight.t()[:, :3]
+    return act(x @ part)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        activate_heads,
+        use_twice,
+        activate_average,
+        activate_concatenation,
+        activate_transposed_convolution,
+        activate_product_with_part_of_a_weight,
+    ],
+)
 def test_every_relu_counts_wherever_it_is(forward: Callable) -> None:
     """The second computation collects the bits in the forward itself."""
     torch.manual_seed(3)
@@ -543,9 +580,10 @@ def test_every_relu_counts_wherever_it_is(forward: Callable) -> None:
 
 
 def test_a_dead_unit_after_a_sum_counts_once_in_the_network() -> None:
-    model = FunctionModel(
-        lambda m, x: (m.a(x) + m.b(x)).relu(), a=nn.Linear(2, 3), b=nn.Linear(2, 3)
-    )
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return F.relu(m.a(x) + m.b(x))
+
+    model = FunctionModel(forward, a=nn.Linear(2, 3), b=nn.Linear(2, 3))
     model.a.bias.data[0] = -99.0
 
     history = record(model, probe=torch.rand(9, 2))

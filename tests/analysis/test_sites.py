@@ -41,20 +41,55 @@ def normed(m: nn.Module, x: Tensor) -> Tensor:
     return m.norm(m.fc(x))
 
 
+def by_module(m: nn.Module, x: Tensor) -> Tensor:
+    return m.act(normed(m, x))
+
+
+def by_function(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(plain(m, x))
+
+
+def by_method_in_place(m: nn.Module, x: Tensor) -> Tensor:
+    return normed(m, x).relu_()
+
+
+def with_dropout_between(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.drop(m.fc(x))
+    return F.relu(m.norm(z))
+
+
+def with_two_calls(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(normed(m, x)) + F.relu(normed(m, -x))
+
+
+def with_a_norm_of_two_layers(m: nn.Module, x: Tensor) -> Tensor:
+    other = m.norm(m.other(x))
+    return F.relu(normed(m, x)) + F.relu(other)
+
+
+def with_a_tied_decoder(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = F.relu(m.fc(x))
+    return F.linear(hidden, m.fc.weight.t()).relu()
+
+
+def before_a_residual_sum(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(normed(m, x) + m.other(x))
+
+
 # The pre-activation, with units in the last dimension, and the whole forward.
-UNDERSTOOD: dict[str, tuple[Callable, Callable]] = {
-    "module": (normed, lambda m, x: m.act(normed(m, x))),
-    "function": (plain, lambda m, x: F.relu(m.fc(x))),
-    "method in place": (normed, lambda m, x: normed(m, x).relu_()),
-    "dropout between": (normed, lambda m, x: F.relu(m.norm(m.drop(m.fc(x))))),
-    "called twice": (normed, lambda m, x: F.relu(normed(m, x)) + F.relu(normed(m, -x))),
-    "norm of two": (normed, lambda m, x: F.relu(normed(m, x)) + F.relu(m.norm(m.other(x)))),
-    "tied decoder": (plain, lambda m, x: F.linear(F.relu(m.fc(x)), m.fc.weight.t()).relu()),
-    "residual sum": (normed, lambda m, x: F.relu(normed(m, x) + m.other(x))),
-}
+UNDERSTOOD: list[tuple[Callable, Callable]] = [
+    (normed, by_module),
+    (plain, by_function),
+    (normed, by_method_in_place),
+    (normed, with_dropout_between),
+    (normed, with_two_calls),
+    (normed, with_a_norm_of_two_layers),
+    (plain, with_a_tied_decoder),
+    (normed, before_a_residual_sum),
+]
 
 
-@pytest.mark.parametrize(("pre_activation", "forward"), UNDERSTOOD.values(), ids=UNDERSTOOD)
+@pytest.mark.parametrize(("pre_activation", "forward"), UNDERSTOOD)
 def test_norm_and_activation_are_found_however_they_are_written(
     pre_activation: Callable, forward: Callable
 ) -> None:
@@ -104,16 +139,83 @@ def relu_of_norm(m: nn.Module, x: Tensor) -> Tensor:
     return F.relu(normed(m, x))
 
 
+def norm_of_transposed(m: nn.Module, x: Tensor) -> Tensor:
+    positions_last = m.fc(x).transpose(1, 2)
+    return F.relu(m.norm(positions_last))
+
+
 def norm_of_largest(m: nn.Module, x: Tensor) -> Tensor:
     positions_last = m.fc(x).transpose(1, 2)
     largest = F.max_pool1d(positions_last, 3)
     return F.relu(m.norm(largest.transpose(1, 2)))
 
 
-def two_norms_in_parallel(m: nn.Module, x: Tensor) -> Tensor:
-    first = F.relu(m.norm(m.fc(x)))
-    second = F.relu(m.other(m.fc(x)))
-    return first + second
+def norm_of_heads(m: nn.Module, x: Tensor) -> Tensor:
+    heads = m.fc(x).view(-1, 2, 3)
+    return F.relu(m.norm(heads))
+
+
+def heads_of_norm(m: nn.Module, x: Tensor) -> Tensor:
+    heads = normed(m, x).view(7, 2, 3)
+    return F.relu(heads)
+
+
+def norm_of_reversed_units(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.fc(x).flip(1)
+    return F.relu(m.norm(z))
+
+
+def norm_of_indexed_units(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.fc(x)[:, [5, 4, 3, 2, 1, 0]]
+    return F.relu(m.norm(z))
+
+
+def some_units(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.fc(x)[:, :4]
+    return F.relu(z)
+
+
+def average_of_points(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.fc(x).mean(dim=1)
+    return F.relu(z)
+
+
+def constant_added(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(m.fc(x) + 1)
+
+
+def scaled_norm(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(-0.5 * normed(m, x))
+
+
+def norm_without_module(m: nn.Module, x: Tensor) -> Tensor:
+    z = F.layer_norm(m.fc(x), (UNITS,))
+    return F.relu(z)
+
+
+def two_norms(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(m.norm(normed(m, x)))
+
+
+def calls_with_different_norms(m: nn.Module, x: Tensor) -> Tensor:
+    other = m.other(m.fc(x))
+    return F.relu(normed(m, x)) + F.relu(other)
+
+
+def calls_with_different_limits(m: nn.Module, x: Tensor) -> Tensor:
+    return m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2)
+
+
+def weight_without_its_bias(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(F.linear(x, m.fc.weight))
+
+
+def limits_of_each_channel(m: nn.Module, x: Tensor) -> Tensor:
+    return m.act(m.fc(x))
+
+
+def smooth(m: nn.Module, x: Tensor) -> Tensor:
+    return F.gelu(m.fc(x))
 
 
 class Case(NamedTuple):
@@ -124,37 +226,33 @@ class Case(NamedTuple):
     x: Tensor = ROWS
 
 
+SEQUENCE_OF_UNITS = SEQUENCE.repeat(1, 2, 1)  # as many positions as units
+
 NOT_UNDERSTOOD = {
-    "batch norm of transposed units": Case(
-        lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), x=SEQUENCE
-    ),
-    "heads after the norm": Case(lambda m, x: F.relu(normed(m, x).view(7, 2, 3))),
+    "batch norm of transposed units": Case(norm_of_transposed, x=SEQUENCE),
+    "group norm over a sequence": Case(norm_of_transposed, nn.GroupNorm(2, UNITS), SEQUENCE),
+    "layer norm of the largest": Case(norm_of_largest, nn.LayerNorm(UNITS), SEQUENCE),
+    "layer norm of heads": Case(norm_of_heads, nn.LayerNorm(3)),
+    "heads after the norm": Case(heads_of_norm),
+    "units in another order": Case(norm_of_reversed_units),
+    "indexed units": Case(norm_of_indexed_units),
+    "some units": Case(some_units),
+    "average of points": Case(average_of_points, x=SEQUENCE),
+    "constant added": Case(constant_added),
+    "scaled": Case(scaled_norm),
     "rms norm": Case(relu_of_norm, nn.RMSNorm(UNITS)),
     "layer norm over positions": Case(relu_of_norm, nn.LayerNorm([3, UNITS]), SEQUENCE),
-    "constant added": Case(lambda m, x: F.relu(m.fc(x) + 1)),
-    "scaled": Case(lambda m, x: F.relu(normed(m, x) * -0.5)),
-    "norm without module": Case(lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,)))),
+    "norm without module": Case(norm_without_module),
     "foreign layer norm": Case(relu_of_norm, LayerNorm()),
     "subclass of batch norm": Case(relu_of_norm, Doubling(UNITS)),
     "patched batch norm": Case(relu_of_norm, patched_batch_norm()),
-    "batch norm over as many positions": Case(relu_of_norm, x=SEQUENCE.repeat(1, 2, 1)),
-    "layer norm of heads": Case(
-        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))), nn.LayerNorm(3)
-    ),
-    "group norm over a sequence": Case(
-        lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), nn.GroupNorm(2, UNITS), SEQUENCE
-    ),
-    "units in another order": Case(lambda m, x: F.relu(m.norm(m.fc(x).flip(1)))),
-    "indexed units": Case(lambda m, x: F.relu(m.norm(m.fc(x)[:, [5, 4, 3, 2, 1, 0]]))),
-    "some units": Case(lambda m, x: F.relu(m.fc(x)[:, :4])),
-    "calls with different norms": Case(two_norms_in_parallel),
-    "calls with different limits": Case(lambda m, x: m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2)),
-    "two norms": Case(lambda m, x: F.relu(m.norm(normed(m, x)))),
-    "average of points": Case(lambda m, x: F.relu(m.fc(x).mean(1)), x=SEQUENCE),
-    "layer norm of the largest": Case(norm_of_largest, nn.LayerNorm(UNITS), SEQUENCE),
-    "weight without its bias": Case(lambda m, x: F.relu(F.linear(x, m.fc.weight))),
-    "per-channel limits elsewhere": Case(lambda m, x: m.act(m.fc(x)), x=SEQUENCE.repeat(1, 2, 1)),
-    "smooth": Case(lambda m, x: F.gelu(m.fc(x))),
+    "batch norm over as many positions": Case(relu_of_norm, x=SEQUENCE_OF_UNITS),
+    "two norms": Case(two_norms),
+    "calls with different norms": Case(calls_with_different_norms),
+    "calls with different limits": Case(calls_with_different_limits),
+    "weight without its bias": Case(weight_without_its_bias),
+    "per-channel limits elsewhere": Case(limits_of_each_channel, x=SEQUENCE_OF_UNITS),
+    "smooth": Case(smooth),
 }
 
 

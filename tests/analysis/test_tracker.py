@@ -133,7 +133,8 @@ def draw_turned_rows(angle: float) -> tuple[Tensor, Tensor]:
         return rows, rows
 
     u = nn.functional.normalize(rows)
-    v = nn.functional.normalize(others - (others * u).sum(dim=1, keepdim=True) * u)
+    along_u = (others * u).sum(dim=1, keepdim=True)
+    v = nn.functional.normalize(others - along_u * u)
     return rows, 3.0 * (np.cos(angle) * u + np.sin(angle) * v)
 
 
@@ -357,9 +358,10 @@ def test_dead_units_are_unknown_where_a_view_moves_the_units(move: Callable) -> 
 
 
 def test_dead_units_are_unknown_for_one_unit_in_a_sum_with_many() -> None:
-    model = FunctionModel(
-        lambda m, x: torch.relu(m.one(x) + m.many(x)), one=linear(3, 1), many=linear(3, 4)
-    )
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.relu(m.one(x) + m.many(x))
+
+    model = FunctionModel(forward, one=linear(3, 1), many=linear(3, 4))
 
     history = record(model, probe=draw_probe(5))
 
