@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from function_model import FunctionModel
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam.analysis import SReLU, breaks
 from geoparam.model.activations import Breaks
@@ -198,7 +199,7 @@ def srelu_by_cases(
 def test_srelu_starts_as_a_leaky_relu() -> None:
     z = torch.randn(5, 3, **D)
 
-    torch.testing.assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
+    assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
 
 
 def test_srelu_that_all_channels_share_takes_any_shape() -> None:
@@ -217,7 +218,7 @@ def test_srelu_has_its_channels_in_any_dimension(shape: tuple[int, ...], dim: in
         z.movedim(dim, -1), module.lower, module.upper, module.lower_slope, module.upper_slope
     )
 
-    torch.testing.assert_close(module(z).movedim(dim, -1), expected)
+    assert_close(module(z).movedim(dim, -1), expected)
 
 
 def test_breakpoints_of_srelu_that_have_crossed_are_one() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from geoparam.analysis.history import GrowingArray, History
 
@@ -35,8 +36,8 @@ def test_the_file_is_the_array_after_every_append(tmp_path: Path) -> None:
         append(array, step)
 
         expected = make_rows(*range(step + 1))
-        np.testing.assert_array_equal(np.load(path), expected)
-        np.testing.assert_array_equal(array.rows, expected)
+        assert_array_equal(np.load(path), expected)
+        assert_array_equal(array.rows, expected)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ after_bytes = pytest.mark.parametrize(
 
 @after_bytes
 def test_rows_of_a_killed_write_are_not_read(path_of_killed: Path) -> None:
-    np.testing.assert_array_equal(np.load(path_of_killed), make_rows(1, 2))
+    assert_array_equal(np.load(path_of_killed), make_rows(1, 2))
 
 
 @after_bytes
@@ -69,7 +70,7 @@ def test_rows_of_a_killed_write_are_written_over(path_of_killed: Path) -> None:
 
     append(resumed, 3)
 
-    np.testing.assert_array_equal(np.load(path_of_killed), make_rows(1, 2, 3))
+    assert_array_equal(np.load(path_of_killed), make_rows(1, 2, 3))
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_an_empty_file_is_begun_where_a_process_was_killed_before_the_header(
 
     append(GrowingArray(TYPE, path, resume=True), 1)
 
-    np.testing.assert_array_equal(np.load(path), make_rows(1))
+    assert_array_equal(np.load(path), make_rows(1))
 
 
 @pytest.mark.parametrize("content", [b"hello", b"PK"])
@@ -137,20 +138,20 @@ def test_a_layer_has_one_value_for_each_record() -> None:
 
     assert list(history) == ["a", "bc"]
     assert len(history) == 2
-    np.testing.assert_array_equal(history["bc"]["step"], [2, 4, 6])
-    np.testing.assert_array_equal(history["bc"]["y"], [23, 43, 63])
+    assert_array_equal(history["bc"]["step"], [2, 4, 6])
+    assert_array_equal(history["bc"]["y"], [23, 43, 63])
 
 
 def test_the_network_has_the_last_values_of_each_record() -> None:
     history = make_records()
 
-    np.testing.assert_array_equal(history.network["x"], [24, 44, 64])
+    assert_array_equal(history.network["x"], [24, 44, 64])
 
 
 def test_a_table_has_a_row_for_each_layer() -> None:
     history = make_records()
 
-    np.testing.assert_array_equal(history.table("y"), [[21, 41, 61], [23, 43, 63]])
+    assert_array_equal(history.table("y"), [[21, 41, 61], [23, 43, 63]])
 
 
 def test_an_unknown_layer_is_an_error_that_names_those_there_are() -> None:
@@ -190,8 +191,8 @@ def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
 
     units = np.load(tmp_path / "h.units.npy")
     summary = np.load(tmp_path / "h.npy")
-    np.testing.assert_array_equal(units["step"], [2, 4])
-    np.testing.assert_array_equal(summary["step"], [2, 2, 2, 4, 4, 4])
+    assert_array_equal(units["step"], [2, 4])
+    assert_array_equal(summary["step"], [2, 2, 2, 4, 4, 4])
 
 
 @pytest.fixture(params=[".npy", ".units.npy"])
@@ -232,7 +233,7 @@ def test_a_history_goes_on_after_a_record_that_one_file_could_not_take(
     rotations = history_after_full_disk["a"]["rotation"]
     assert rotations[:, 0].tolist() == [2, 4, 6, 10]
     units = np.load(tmp_path / "h.units.npy")
-    np.testing.assert_array_equal(units["step"], [2, 4, 6, 10])
+    assert_array_equal(units["step"], [2, 4, 6, 10])
 
 
 def write_files(path: Path, steps: list[int]) -> None:
@@ -299,7 +300,7 @@ def test_a_data_frame_has_a_row_for_each_record_and_layer() -> None:
 
     assert list(frame.columns) == ["step", "layer", "x", "y"]
     by_layer = frame.pivot(index="layer", columns="step", values="y").loc[LAYERS]
-    np.testing.assert_array_equal(by_layer, history.table("y"))
+    assert_array_equal(by_layer, history.table("y"))
 
 
 def test_without_pandas_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +318,8 @@ def test_a_plot_has_a_line_for_each_layer() -> None:
     lines = history.plot("y").lines
 
     assert [line.get_label() for line in lines] == LAYERS
-    np.testing.assert_array_equal(lines[1].get_xdata(), [2, 4, 6])
-    np.testing.assert_array_equal(lines[1].get_ydata(), [23, 43, 63])
+    assert_array_equal(lines[1].get_xdata(), [2, 4, 6])
+    assert_array_equal(lines[1].get_ydata(), [23, 43, 63])
 
 
 def test_a_plot_may_be_added_to_axes() -> None:
@@ -337,7 +338,7 @@ def test_a_heatmap_shows_the_table() -> None:
 
     (image,) = history.heatmap("x").images
 
-    np.testing.assert_array_equal(image.get_array(), history.table("x"))
+    assert_array_equal(image.get_array(), history.table("x"))
 
 
 def test_dead_units_are_drawn_as_a_share() -> None:

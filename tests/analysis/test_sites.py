@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from boundary_checks import CLOSE, by_unit, predict, randomise
 from function_model import FunctionModel
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam import GmPLinear, convert_
 from geoparam.analysis import Boundaries, SReLU, boundaries, breaks, layer_boundaries
@@ -101,7 +102,7 @@ def test_norm_and_activation_are_found_however_they_are_written(
     boundary = boundaries(model, ROWS)["fc"]
 
     z = pre_activation(model, ROWS).detach()
-    torch.testing.assert_close(predict(boundary, model.fc, ROWS), z, **CLOSE)
+    assert_close(predict(boundary, model.fc, ROWS), z, **CLOSE)
 
 
 class Half(nn.Linear):
@@ -269,7 +270,7 @@ def test_what_is_not_understood_has_directions_and_no_distance(case: Case) -> No
     assert boundary.location.isnan().all()
     rows = F.normalize(model.fc.weight.detach())
     sign = (boundary.direction * rows).sum(dim=1, keepdim=True)
-    torch.testing.assert_close(boundary.direction, sign * rows, **CLOSE)
+    assert_close(boundary.direction, sign * rows, **CLOSE)
 
 
 def test_a_layer_that_computes_something_else_is_left_out() -> None:
@@ -387,7 +388,7 @@ def check_site(site: Site, boundary: Boundaries, run: Run) -> None:
         expected = site.activation(expected)
 
     largest = z.abs().max().item()
-    torch.testing.assert_close(expected, z, rtol=1e-8, atol=1e-9 * largest)
+    assert_close(expected, z, rtol=1e-8, atol=1e-9 * largest)
 
 
 class Counts(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import Tensor, nn
 from tracked_networks import TYPE, ZEROS, linear, network, record, train
 
@@ -177,7 +178,7 @@ def test_where_the_model_takes_another_branch_it_is_unknown_which_units_are_acti
 def test_where_the_model_takes_another_branch_rotations_are_known(
     branched: BoundaryTracker, layer: str
 ) -> None:
-    np.testing.assert_array_equal(branched.history[layer]["rotation_max"], [0, 0, 0])
+    assert_array_equal(branched.history[layer]["rotation_max"], [0, 0, 0])
 
 
 @pytest.mark.filterwarnings("error")
@@ -202,7 +203,7 @@ def test_movements_are_those_since_the_last_record_where_the_warning_is_an_error
     tracker.step()
 
     expected = without_probe.history["first"][quantity]
-    np.testing.assert_array_equal(tracker.history["first"][quantity], expected)
+    assert_array_equal(tracker.history["first"][quantity], expected)
 
 
 def flatten_or_convolve(m: nn.Module, x: Tensor) -> Tensor:
@@ -281,7 +282,7 @@ def test_a_tracker_that_waits_for_the_first_batch_does_not_disturb_another() -> 
 
     assert tracker.history.rows.tobytes() == tracker_alone.history.rows.tobytes()
     rotations = tracker_alone.history.table("rotation_max")
-    np.testing.assert_array_equal(waiting.history.table("rotation_max"), rotations)
+    assert_array_equal(waiting.history.table("rotation_max"), rotations)
 
 
 def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> None:
@@ -307,9 +308,7 @@ def compile_eagerly(model: nn.Module) -> nn.Module:
 def assert_same_history(tracker: BoundaryTracker, expected: BoundaryTracker) -> None:
     assert list(tracker.history) == list(expected.history)
     for quantity in ("rotation_max", "displacement_max", "scale_median"):
-        np.testing.assert_allclose(
-            tracker.history["0"][quantity], expected.history["0"][quantity], rtol=1e-8
-        )
+        assert_allclose(tracker.history["0"][quantity], expected.history["0"][quantity], rtol=1e-8)
 
 
 @pytest.mark.compile

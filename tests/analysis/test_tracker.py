@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, record, train
 
@@ -45,18 +47,16 @@ def test_movements_are_the_differences_of_successive_boundaries(name: str) -> No
 
     directions = torch.stack([reading.direction for reading in successive])
     cosines = (directions[1:] * directions[:-1]).sum(dim=-1).clamp(-1, 1)
-    np.testing.assert_allclose(history["rotation"], cosines.acos().rad2deg(), atol=2e-6)
+    assert_allclose(history["rotation"], cosines.acos().rad2deg(), atol=2e-6)
     assert history["rotation"].max() > 0.1
 
     locations = torch.stack([reading.locations for reading in successive])
     moves = (locations[1:] - locations[:-1]).norm(dim=-1)
     largest_of_breakpoints = moves.amax(dim=1)
-    np.testing.assert_allclose(
-        history["displacement"], largest_of_breakpoints, rtol=1e-8, atol=1e-9
-    )
+    assert_allclose(history["displacement"], largest_of_breakpoints, rtol=1e-8, atol=1e-9)
 
     distances = torch.stack([reading.distance for reading in successive])
-    np.testing.assert_allclose(history["distance"], distances[1:], rtol=1e-9)
+    assert_allclose(history["distance"], distances[1:], rtol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
@@ -68,7 +68,7 @@ def test_rotations_of_very_short_and_long_rows_are_measured(scale: float) -> Non
     model[0].weight.data = torch.tensor([[scale, scale]])
     tracker.step()
 
-    np.testing.assert_allclose(tracker.history["0"]["rotation_max"], 45, rtol=1e-5)
+    assert_allclose(tracker.history["0"]["rotation_max"], 45, rtol=1e-5)
 
 
 SIGNS = {
@@ -88,7 +88,7 @@ def test_a_change_of_sign_is_a_half_turn(name: str, get_parameter: Callable) -> 
 
     expected = np.zeros(8)
     expected[2] = 180
-    np.testing.assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
+    assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
 
 
 def test_a_change_of_sign_of_a_unit_with_one_input_is_a_half_turn() -> None:
@@ -156,11 +156,11 @@ def test_float32_rows_have_the_turns_and_lengths_of_float64(
     snapshot.turn_rows(directions, layout(before.float()))
     lengths, moves = snapshot.turn_rows(directions, layout(after.float()))
 
-    torch.testing.assert_close(lengths.double(), after.norm(dim=1), rtol=5e-7, atol=0)
+    assert_close(lengths.double(), after.norm(dim=1), rtol=5e-7, atol=0)
     ones = torch.ones(9, dtype=TYPE)
-    torch.testing.assert_close(directions.double().norm(dim=1), ones, rtol=5e-7, atol=0)
+    assert_close(directions.double().norm(dim=1), ones, rtol=5e-7, atol=0)
     turns = 2 * (moves.double() / 2).asin()
-    torch.testing.assert_close(turns, angle * ones, rtol=1e-3, atol=0)  # at rest exactly 0
+    assert_close(turns, angle * ones, rtol=1e-3, atol=0)  # at rest exactly 0
 
 
 def test_a_change_of_memory_format_is_no_rotation() -> None:
@@ -195,9 +195,9 @@ def test_a_summary_has_maximum_median_and_percentile_of_the_units(
     history = trained.history[layer]
     values = np.abs(history[quantity])
 
-    np.testing.assert_allclose(history[f"{quantity}_max"], values.max(axis=1))
-    np.testing.assert_allclose(history[f"{quantity}_median"], np.median(values, axis=1))
-    np.testing.assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, axis=1))
+    assert_allclose(history[f"{quantity}_max"], values.max(axis=1))
+    assert_allclose(history[f"{quantity}_median"], np.median(values, axis=1))
+    assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, axis=1))
 
 
 def test_rotation_rms_is_the_root_of_the_mean_square(trained: BoundaryTracker) -> None:
@@ -205,13 +205,13 @@ def test_rotation_rms_is_the_root_of_the_mean_square(trained: BoundaryTracker) -
 
     mean_square = np.square(history["rotation"]).mean(axis=1)
 
-    np.testing.assert_allclose(history["rotation_rms"], np.sqrt(mean_square))
+    assert_allclose(history["rotation_rms"], np.sqrt(mean_square))
 
 
 def test_scale_min_is_the_smallest_scale(trained: BoundaryTracker) -> None:
     history = trained.history["0"]
 
-    np.testing.assert_allclose(history["scale_min"], history["scale"].min(axis=1))
+    assert_allclose(history["scale_min"], history["scale"].min(axis=1))
 
 
 def test_dead_and_always_on_count_the_units_active_nowhere_and_everywhere(
@@ -220,8 +220,8 @@ def test_dead_and_always_on_count_the_units_active_nowhere_and_everywhere(
     history = trained.history["0"]
     active = history["active"]
 
-    np.testing.assert_array_equal(history["dead"], (active == 0).sum(axis=1))
-    np.testing.assert_array_equal(history["always_on"], (active == 1).sum(axis=1))
+    assert_array_equal(history["dead"], (active == 0).sum(axis=1))
+    assert_array_equal(history["always_on"], (active == 1).sum(axis=1))
 
 
 def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
@@ -236,7 +236,7 @@ def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     assert history["undefined"] == 2
     is_undefined = np.isnan(history["rotation"][0])
     assert is_undefined.nonzero()[0].tolist() == [0, 5]
-    np.testing.assert_allclose(history["rotation_median"], np.nanmedian(history["rotation"]))
+    assert_allclose(history["rotation_median"], np.nanmedian(history["rotation"]))
     assert np.isfinite(history["rotation_max"])
     assert history["rotation_max"] > 0
 
@@ -265,7 +265,7 @@ def test_units_that_have_diverged_are_neither_dead_nor_in_the_median() -> None:
     active = history["active"][0]
     assert np.isnan(active).nonzero()[0].tolist() == [2]
     separated = np.nanmedian(np.minimum(active, 1 - active))
-    np.testing.assert_array_equal(history["separated_median"], separated)
+    assert_array_equal(history["separated_median"], separated)
 
 
 # What the probe shows: dead units and activation patterns.
@@ -303,7 +303,7 @@ def shifted(request: pytest.FixtureRequest) -> Shifted:
 def test_active_is_the_share_of_the_probe_that_activates_a_unit(shifted: Shifted) -> None:
     history, share = shifted
 
-    np.testing.assert_allclose(history["active"][0], share)
+    assert_allclose(history["active"][0], share)
 
 
 def test_dead_units_are_those_that_no_probe_point_activates(shifted: Shifted) -> None:
@@ -325,7 +325,7 @@ def test_separated_median_is_the_share_on_the_smaller_side(shifted: Shifted) -> 
 
     separated = np.median(np.minimum(share, 1 - share))
 
-    np.testing.assert_allclose(history["separated_median"], separated)
+    assert_allclose(history["separated_median"], separated)
 
 
 def record_dead(move: Callable[[Tensor], Tensor]) -> np.ndarray:
@@ -385,8 +385,8 @@ def test_pattern_changes_are_those_of_the_signs(layer: str) -> None:
 
     signs = torch.stack(successive)  # (records + 1, points, units)
     changes = signs[1:] != signs[:-1]
-    np.testing.assert_allclose(history["pattern_change"], changes.double().mean(dim=(1, 2)))
-    np.testing.assert_array_equal(history["points_changed"], changes.any(dim=2).sum(dim=1))
+    assert_allclose(history["pattern_change"], changes.double().mean(dim=(1, 2)))
+    assert_array_equal(history["points_changed"], changes.any(dim=2).sum(dim=1))
     regions = [len(rows.unique(dim=0)) for rows in signs[1:]]
     assert history["regions"].tolist() == regions
 
@@ -403,8 +403,8 @@ def test_batch_norm_is_read_by_running_or_by_the_probes_statistics(
     history = tracker.history["0"]
 
     expected = boundaries(model, probe, statistics=statistics)["0"]
-    np.testing.assert_allclose(history["distance"][-1], expected.distance, rtol=1e-9)
-    np.testing.assert_allclose(history["scale"][-1], expected.scale, rtol=1e-9)
+    assert_allclose(history["distance"][-1], expected.distance, rtol=1e-9)
+    assert_allclose(history["scale"][-1], expected.scale, rtol=1e-9)
     by_others = boundaries(model, probe, statistics=others)["0"]
     assert (expected.distance - by_others.distance).abs().max() > 0.1
 
@@ -431,7 +431,7 @@ def test_before_a_residual_sum_units_are_dead_by_the_output_of_the_sum() -> None
 
     outputs = copy.deepcopy(model).eval()(probe)
     share = (outputs > 0).double().mean(dim=(0, 2, 3))
-    np.testing.assert_allclose(history["active"][0], share)
+    assert_allclose(history["active"][0], share)
     assert history["dead"] == (share == 0).sum()
     assert history["dead"] >= 1
 
@@ -447,7 +447,7 @@ def test_before_a_residual_sum_the_boundary_is_that_of_layer_and_norm_alone() ->
     deviation = (norm.running_var + norm.eps).sqrt()
     offset = model.conv.bias - norm.running_mean + norm.bias * deviation / norm.weight
     lengths = model.conv.weight.flatten(1).norm(dim=1)
-    np.testing.assert_allclose(history["distance"][0], (offset / lengths).detach())
+    assert_allclose(history["distance"][0], (offset / lengths).detach())
 
 
 def test_the_network_counts_the_dead_units_of_all_layers() -> None:
@@ -491,7 +491,7 @@ def test_training_is_bit_identical_with_and_without_a_tracker(
     losses = train(tracked, 8, tracker.step)
 
     assert losses == train(alone, 8)
-    torch.testing.assert_close(tracked.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert_close(tracked.state_dict(), alone.state_dict(), rtol=0, atol=0)
     assert all(module.training for module in tracked.modules())
 
 
@@ -523,7 +523,7 @@ def test_a_sampled_subset_has_the_values_of_its_units(quantity: str) -> None:
     train(model, 2, step_both)
 
     expected = all_units.history["0"][quantity][:, [0, 4, 7]]
-    np.testing.assert_allclose(three_units.history["0"][quantity], expected)
+    assert_allclose(three_units.history["0"][quantity], expected)
 
 
 def test_without_example_inputs_the_first_batch_is_used() -> None:
@@ -570,7 +570,7 @@ def test_a_new_quantity_is_one_class() -> None:
     rotation = ["rotation_max", "rotation_median", "rotation_p99", "rotation_rms"]
     assert list(history) == ["step", *rotation, "largest_max", "rotation", "largest"]
     directions = nn.functional.normalize(model[0].weight.detach())
-    np.testing.assert_allclose(history["largest"][0], directions.abs().amax(dim=1))
+    assert_allclose(history["largest"][0], directions.abs().amax(dim=1))
 
 
 def test_a_quantity_without_a_summary_may_be_alone() -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
+from numpy.testing import assert_array_equal
 from torch import Tensor, nn
+from torch.testing import assert_close
 from tracked_networks import TYPE, ZEROS, network, train
 
 from geoparam import BoundaryTracker
@@ -95,7 +97,7 @@ def test_later_records_do_not_overwrite_a_state() -> None:
 
     train(model, 4, tracker.step)
 
-    torch.testing.assert_close(directions, before, rtol=0, atol=0)
+    assert_close(directions, before, rtol=0, atol=0)
 
 
 def test_what_is_no_state_is_refused() -> None:
@@ -186,7 +188,7 @@ def test_a_record_that_could_not_be_written_is_written_with_the_next(
     resumed = BoundaryTracker(model, **options, resume=True).history
     assert resumed.steps.tolist() == [1, 2, 3, 4]
     largest = resumed["0"]["rotation"].max(axis=1)
-    np.testing.assert_array_equal(resumed["0"]["rotation_max"], largest)
+    assert_array_equal(resumed["0"]["rotation_max"], largest)
 
 
 def test_a_refused_tracker_leaves_no_file(tmp_path: Path) -> None:

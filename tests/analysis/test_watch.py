@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn, optim
 
 import geoparam as gp
@@ -152,7 +152,7 @@ def test_a_log_gets_scalars_by_quantity_and_layer(kind: type[Writer]) -> None:
         "dead/(network)",
     }
     logged = [log.scalars[step, "rotation_rms/0"] for step in (1, 2)]
-    np.testing.assert_array_equal(logged, history["0"]["rotation_rms"])
+    assert_array_equal(logged, history["0"]["rotation_rms"])
 
 
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("rotation_max/0")
     values = [event.value for event in events]
-    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
+    assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_what_a_log_did_not_take_is_sent_with_the_next_record() -> None:
     history = log.tracker.history
     assert history.steps.tolist() == [1, 2, 3]
     logged = [log.scalars[step, "rotation_rms/0"] for step in (1, 2, 3)]
-    np.testing.assert_array_equal(logged, history["0"]["rotation_rms"])
+    assert_array_equal(logged, history["0"]["rotation_rms"])
 
 
 def test_other_processes_leave_the_log_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import plain_models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam import sphere
 from geoparam.kernels import selection
@@ -122,7 +123,7 @@ def test_kernels_step_as_plain_torch(dtype: torch.dtype, max_angle: float | None
     by_torch = take_step(AngleRows(SHAPES, rows.length), rows, max_angle)
     by_triton = {name: x.cpu() for name, x in by_triton.items()}
     rtol = TOLERANCES[dtype]
-    torch.testing.assert_close(by_triton, by_torch, rtol=rtol, atol=10 * rtol)
+    assert_close(by_triton, by_torch, rtol=rtol, atol=10 * rtol)
     for row in STILL:
         w_after, w = get_row(by_triton["written"], row), get_row(by_triton["w"], row)
         assert torch.equal(w_after, w)

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import geoparam as gp
 from geoparam import centred_map
@@ -30,7 +31,7 @@ def test_a_multiple_of_a_row_is_added_to_each_row(
 
     channels_triton.add_row_(x, row, -0.5)
 
-    torch.testing.assert_close(x, expected)
+    assert_close(x, expected)
 
 
 @pytest.mark.parametrize(("kernel", "stride", "groups"), [(1, 1, 1), (3, 1, 1), (3, 2, 2)])
@@ -53,4 +54,4 @@ def test_outputs_and_gradients_of_a_layer_are_those_of_plain_torch(
         gradients = torch.autograd.grad(z.square().sum(), [inputs, *layer.parameters()])
         return [z, *gradients]
 
-    torch.testing.assert_close(run("triton"), run("torch"), atol=1e-4, rtol=1e-4)
+    assert_close(run("triton"), run("torch"), atol=1e-4, rtol=1e-4)

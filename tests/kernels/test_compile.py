@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam import GmPConv2d, GmPLinear, functional
 
@@ -45,16 +46,16 @@ def assert_equal_training(model: nn.Module, autocast: bool = False) -> None:
         x = torch.randn(4, 3, 6, 6)
         expected = run_and_differentiate(model, x, autocast)
         output = run_and_differentiate(compiled, x, autocast)
-        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+        assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
     scale = max(p.grad.abs().max() for p in model.parameters())  # IMN cancels some of them
     gradients = [p.grad / scale for p in copied.parameters()]
     expected_gradients = [p.grad / scale for p in model.parameters()]
-    torch.testing.assert_close(gradients, expected_gradients, atol=tolerance, rtol=tolerance)
+    assert_close(gradients, expected_gradients, atol=tolerance, rtol=tolerance)
 
     buffers = dict(copied.named_buffers())
     expected_buffers = dict(model.named_buffers())
-    torch.testing.assert_close(buffers, expected_buffers, atol=1e-4, rtol=buffer_rtol)
+    assert_close(buffers, expected_buffers, atol=1e-4, rtol=buffer_rtol)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_the_batch_size_may_be_dynamic() -> None:
 
     for batch in (2, 5, 9):
         x = torch.randn(batch, 6)
-        torch.testing.assert_close(compiled(x), layer(x))
+        assert_close(compiled(x), layer(x))
 
 
 def test_forward_mode_differentiation_is_compiled() -> None:
@@ -95,7 +96,7 @@ def test_forward_mode_differentiation_is_compiled() -> None:
     compiled = torch.compile(change_along, fullgraph=True, backend="aot_eager")
     change = compiled(latitude, step)
 
-    torch.testing.assert_close(change, change_along(latitude, step))
+    assert_close(change, change_along(latitude, step))
     assert change.abs().max() > 0
 
 
@@ -114,7 +115,7 @@ def test_vmap_over_models_or_samples_is_compiled(function: Callable) -> None:
 
     compiled = torch.compile(mapped)
 
-    torch.testing.assert_close(compiled(latitude, r), mapped(latitude, r))
+    assert_close(compiled(latitude, r), mapped(latitude, r))
 
 
 def test_export_keeps_the_op() -> None:
@@ -125,7 +126,7 @@ def test_export_keeps_the_op() -> None:
 
     ops = [str(node.target) for node in program.graph.nodes]
     assert sum("geoparam.weight" in op for op in ops) == 3
-    torch.testing.assert_close(program.module()(x), model(x))
+    assert_close(program.module()(x), model(x))
 
 
 @slow
@@ -139,4 +140,4 @@ def test_a_package_of_aot_inductor_computes_the_same(tmp_path: Path) -> None:
     )
 
     loaded = torch._inductor.aoti_load_package(package)
-    torch.testing.assert_close(loaded(x), model(x), atol=1e-5, rtol=1e-4)
+    assert_close(loaded(x), model(x), atol=1e-5, rtol=1e-4)

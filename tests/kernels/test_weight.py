@@ -14,6 +14,7 @@ import kernels
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from geoparam.kernels import weight
 
@@ -130,7 +131,7 @@ def test_elements_behind_a_pole_keep_their_digits(kernel: Kernel, dtype: torch.d
     w, _ = kernel.module.forward(latitude, r, dtype)
 
     rtol = 10 * torch.finfo(dtype).eps
-    torch.testing.assert_close(w.double()[:, 6:], expected, rtol=rtol, atol=1e-14)
+    assert_close(w.double()[:, 6:], expected, rtol=rtol, atol=1e-14)
 
 
 @floats
@@ -142,7 +143,7 @@ def test_gradient_at_zero_latitudes(kernel: Kernel, dtype: torch.dtype) -> None:
     by_kernel, _ = kernel.module.backward(grad, latitude, r, False, None)
 
     expected, _ = kernels.brute_force_gradient(grad, latitude, r)
-    torch.testing.assert_close(by_kernel.double(), expected, atol=1e-5, rtol=1e-5)
+    assert_close(by_kernel.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @floats
@@ -154,7 +155,7 @@ def test_gradient_by_latitudes_is_zero_where_r_is_zero(kernel: Kernel, dtype: to
 
     assert (by_kernel[1] == 0).all()
     expected, _ = kernels.brute_force_gradient(grad, latitude, r)
-    torch.testing.assert_close(by_kernel.double(), expected, atol=1e-5, rtol=1e-5)
+    assert_close(by_kernel.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_angles_may_be_wound_up(kernel: Kernel) -> None:
@@ -249,7 +250,7 @@ def test_any_number_of_rows_and_columns(kernel: Kernel, rows: int, n: int) -> No
     assert w.shape == (rows, n)
     assert by_latitude.shape == (rows, n - 1)
     assert by_r.shape == (rows,)
-    torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-6)
+    assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-6)
 
 
 def shift_in_memory(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from function_model import FunctionModel
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.testing import assert_close
 
 from geoparam.layers import GmPConv2d, GmPLinear
 from geoparam.model.graph import Graph
@@ -426,7 +427,7 @@ def test_parameters_and_buffers_are_left_alone(counting_model: nn.Module) -> Non
 
     trace(counting_model, PIXELS)
 
-    torch.testing.assert_close(counting_model.state_dict(), before, rtol=0, atol=0)
+    assert_close(counting_model.state_dict(), before, rtol=0, atol=0)
     tensors_after = counting_model.state_dict(keep_vars=True).values()
     assert list(map(id, tensors_after)) == list(map(id, tensors))
 

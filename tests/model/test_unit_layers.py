@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
 import geoparam as gp
@@ -96,7 +97,7 @@ def test_analysis_knows_a_new_type_by_one_entry(model_of_a_new_type: nn.Sequenti
     directions = boundaries(model_of_a_new_type)["0.matrix"].direction
 
     expected = nn.functional.normalize(matrix.detach().t().double())
-    torch.testing.assert_close(directions, expected)
+    assert_close(directions, expected)
 
 
 def test_a_layer_with_r_inside_reads_it_as_the_gain() -> None:
@@ -105,7 +106,7 @@ def test_a_layer_with_r_inside_reads_it_as_the_gain() -> None:
     unit_rows = read_rows(layer)
 
     assert unit_rows.terms == {"gain": layer.r, "offset": layer.lam}
-    torch.testing.assert_close(unit_rows.rows, layer.direction)
+    assert_close(unit_rows.rows, layer.direction)
 
 
 def test_a_layer_with_r_outside_reads_it_as_the_outer_factor() -> None:
@@ -114,7 +115,7 @@ def test_a_layer_with_r_outside_reads_it_as_the_outer_factor() -> None:
     unit_rows = read_rows(layer)
 
     assert unit_rows.terms == {"outer": layer.r, "offset": layer.lam}
-    torch.testing.assert_close(unit_rows.rows, layer.direction)
+    assert_close(unit_rows.rows, layer.direction)
 
 
 def test_an_input_mean_layer_reads_its_weight() -> None:
@@ -143,5 +144,5 @@ def test_reading_takes_no_step_of_a_power_iteration() -> None:
 
     read_rows(layer)
 
-    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
     assert all(module.training for module in layer.modules())

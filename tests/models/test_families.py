@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 from zoo import FAMILIES, Family, pretend_pretrained
 
@@ -228,7 +229,7 @@ def test_a_compiled_model_computes_the_same(family: Family) -> None:
     outputs = compute_outputs(compiled, inputs)
 
     expected = compute_outputs(model, inputs)
-    torch.testing.assert_close(outputs, expected, atol=1e-4, rtol=1e-4)
+    assert_close(outputs, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.compile
@@ -245,4 +246,4 @@ def test_an_exported_model_keeps_its_ops_and_computes_the_same(family: Family) -
     assert sum(op.startswith("geoparam.weight") for op in ops) >= family.layers
     outputs = compute_outputs(program.module(), inputs)
     expected = compute_outputs(model, inputs)
-    torch.testing.assert_close(outputs, expected, atol=1e-4, rtol=1e-4)
+    assert_close(outputs, expected, atol=1e-4, rtol=1e-4)
