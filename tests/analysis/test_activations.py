@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from function_model import FunctionModel
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam.analysis import SReLU, breaks
 from geoparam.model.activations import Breaks
@@ -16,22 +17,37 @@ from geoparam.model.trace import trace
 D = {"dtype": torch.float64}
 
 
-def bends(function: Callable[[Tensor], Tensor]) -> list[float]:
+def find_bends(function: Callable[[Tensor], Tensor]) -> list[float]:
     """Return where a function on [-8, 8] jumps, has a kink, or a jump of its second derivative."""
     h = 1 / 1024
     z = torch.arange(-8 * 1024, 8 * 1024 + 1, **D) * h
     value = function(z[:, None]).detach().flatten()
-    curvature = (value[2:] - 2 * value[1:-1] + value[:-2]) / h**2
-    found = z[1:-2][(curvature[1:] - curvature[:-1]).abs() > 0.1]
-    apart = [
-        x for x, last in zip(found, [-9.0, *found.tolist()], strict=False) if x - last > 8 * h
-    ]
-    return [round(x.item(), 1) + 0.0 for x in apart]
+    curvature = value.diff().diff() / h**2  # at z[1:-1]
+    has_jump = curvature.diff().abs() > 0.1
+    jumps = z[1:-2][has_jump]
+
+    # One bend makes several neighbouring jumps: keep the first of each.
+    bends = []
+    last = -9.0
+    for jump in jumps.tolist():
+        if jump - last > 8 * h:
+            bends.append(round(jump, 1) + 0.0)
+        last = jump
+    return bends
 
 
-def srelu(*values: float) -> SReLU:
-    names = ("lower", "upper", "lower_slope", "upper_slope")
-    return SReLU(1, **dict(zip(names, values, strict=True)), **D)
+def get_points(module: nn.Module) -> list[float]:
+    """Return the breakpoints that the library knows, as numbers."""
+    found = breaks(module)
+    if found is None:
+        return []
+    return [torch.as_tensor(point).item() for point in found.points]
+
+
+def srelu(lower: float, upper: float, lower_slope: float, upper_slope: float) -> SReLU:
+    return SReLU(
+        1, lower=lower, upper=upper, lower_slope=lower_slope, upper_slope=upper_slope, **D
+    )
 
 
 MODULES = [
@@ -52,47 +68,66 @@ MODULES = [
 ]
 
 
+BENDING = [module for module in MODULES if breaks(module) is not None]
+CLOSING = [module for module in MODULES if isinstance(module, nn.Hardtanh | nn.Hardsigmoid)]
+
+
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_breakpoints_are_where_the_function_bends(module: nn.Module) -> None:
-    found = breaks(module)
-    points = [] if found is None else [torch.as_tensor(point).item() for point in found.points]
-    expected = bends(module)
+    expected = find_bends(module)
     if isinstance(module, SReLU) and module.upper_slope == 1:
         expected.append(1.0)  # it does not bend there yet
-    assert points == expected
+
+    assert get_points(module) == expected
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if breaks(m) is not None], ids=str)
-def test_pieces_are_straight_where_it_says_so(module: nn.Module) -> None:
-    found = breaks(module)
+@pytest.mark.parametrize("module", BENDING, ids=str)
+def test_pieces_are_called_linear_where_the_function_is_straight(module: nn.Module) -> None:
     h = 1 / 64
-    z = torch.arange(-8, 8, h, **D)
-    curved = module((z + h)[:, None]) - 2 * module(z[:, None]) + module((z - h)[:, None])
-    near = torch.stack(
-        [(z - torch.as_tensor(point).item()).abs() <= h for point in found.points]
-    ).any(0)
-    assert found.linear == (curved.flatten()[~near].abs() < 1e-9).all()
+    z = torch.arange(-8, 8, h, **D)[:, None]
+    curvature = module(z + h) - 2 * module(z) + module(z - h)
+    distances = (z - torch.tensor(get_points(module))).abs()
+    is_near_a_point = (distances <= h).any(dim=1)
+
+    is_straight = (curvature[~is_near_a_point].abs() < 1e-9).all()
+
+    assert breaks(module).linear == is_straight
+
+
+@pytest.mark.parametrize("module", [nn.ReLU(), *CLOSING], ids=str)
+def test_a_unit_is_active_where_its_output_can_change(module: nn.Module) -> None:
+    z = torch.linspace(-7.9, 7.8, 300, **D).reshape(3, 100).requires_grad_()
+
+    (slope,) = torch.autograd.grad(module(z).sum(), z)
+
+    assert torch.equal(breaks(module).active(z, -1), slope != 0)
+
+
+@pytest.mark.parametrize("module", BENDING, ids=str)
+def test_a_unit_has_a_side_of_each_breakpoint(module: nn.Module) -> None:
+    z = torch.linspace(-7.9, 7.8, 300, **D).reshape(300, 1)
+
+    sides = breaks(module).above(z, -1)
+
+    expected = torch.stack([z > point for point in get_points(module)])
+    assert torch.equal(sides, expected)
 
 
 @pytest.mark.parametrize(
-    "module",
-    [m for m in MODULES if isinstance(m, nn.ReLU | nn.Hardtanh | nn.Hardsigmoid)],
-    ids=str,
+    ("found", "is_active"),
+    [
+        (Breaks((1.0,), opens=False, closes=True), lambda z: z < 1),
+        (breaks(nn.LeakyReLU()), lambda z: z > 0),
+        (breaks(nn.Hardswish()), lambda z: z > -3),
+    ],
+    ids=["limited from above", "LeakyReLU", "Hardswish"],
 )
-def test_a_unit_is_active_where_its_output_can_change(module: nn.Module) -> None:
-    z = torch.linspace(-7.9, 7.8, 300, **D).reshape(3, 100).requires_grad_()
-    (slope,) = torch.autograd.grad(module(z).sum(), z)
-    found = breaks(module)
-    assert torch.equal(found.active(z, -1), slope != 0)
-    sides = torch.stack([z > point for point in found.points])
-    assert torch.equal(found.above(z, -1), sides)
-
-
-def test_other_units_are_active_on_one_side_of_their_first_breakpoint() -> None:
+def test_other_units_are_active_on_one_side_of_their_first_breakpoint(
+    found: Breaks, is_active: Callable[[Tensor], Tensor]
+) -> None:
     z = torch.linspace(-7.9, 7.8, 50, **D)
-    assert torch.equal(Breaks((1.0,), opens=False, closes=True).active(z, -1), z < 1)
-    assert torch.equal(breaks(nn.LeakyReLU()).active(z, -1), z > 0)
-    assert torch.equal(breaks(nn.Hardswish()).active(z, -1), z > -3)
+
+    assert torch.equal(found.active(z, -1), is_active(z))
 
 
 WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], Breaks | None]] = {
@@ -118,56 +153,79 @@ def test_a_step_of_a_trace_has_the_breakpoints_of_its_arguments(
     model = FunctionModel(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
     graph = trace(model, torch.zeros(1, 3))
     (call,) = graph.calls("fc")
-    assert call.activation is not None and breaks(graph.nodes[call.activation]) == expected
+    assert call.activation is not None
+
+    activation = graph.nodes[call.activation]
+
+    assert breaks(activation) == expected
 
 
-def test_a_function_has_the_breakpoints_of_its_name() -> None:
-    assert breaks(torch.relu_).points == breaks(Tensor.relu).points == (0.0,)
-    assert breaks(F.relu6).points == (0.0, 6.0)
+@pytest.mark.parametrize(
+    ("function", "points"),
+    [(torch.relu_, (0.0,)), (Tensor.relu, (0.0,)), (F.relu6, (0.0, 6.0))],
+)
+def test_a_function_has_the_breakpoints_of_its_name(function: Callable, points: tuple) -> None:
+    assert breaks(function).points == points
 
 
 @pytest.mark.parametrize("unknown", [None, lambda z: z, nn.Identity(), F.threshold, torch.clamp])
-def test_what_is_not_known_has_none(unknown: Any) -> None:
+def test_an_unknown_activation_has_no_breakpoints(unknown: Any) -> None:
     assert breaks(unknown) is None
 
 
-def test_points_of_each_unit_are_along_its_channel() -> None:
-    points = Breaks((torch.tensor([0.0, 10.0]), torch.tensor([1.0, 11.0])))
+def test_breakpoints_of_each_unit_are_along_its_channel() -> None:
+    lower = torch.tensor([0.0, 10.0])
+    upper = torch.tensor([1.0, 11.0])
+    found = Breaks((lower, upper))
     z = torch.tensor([[[0.5, 2.0], [5.0, 10.5]]])  # (1, channels, positions)
-    assert points.active(z, -2).tolist() == [[[True, True], [False, True]]]
-    assert points.above(z, -2)[1].tolist() == [[[False, True], [False, False]]]
-    assert points.above(z.transpose(1, 2), -1)[1].tolist() == [[[False, False], [True, False]]]
+
+    assert torch.equal(found.active(z, -2), z > lower[:, None])
+    assert torch.equal(found.above(z, -2)[1], z > upper[:, None])
+
+    channels_last = z.transpose(1, 2)
+    assert torch.equal(found.above(channels_last, -1)[1], channels_last > upper)
 
 
-def by_cases(z: Tensor, lower: Tensor, upper: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The definition of Jin et al., equation 1."""
-    outside = torch.where(z >= upper, upper + above * (z - upper), lower + below * (z - lower))
+def srelu_by_cases(
+    z: Tensor, lower: Tensor, upper: Tensor, lower_slope: Tensor, upper_slope: Tensor
+) -> Tensor:
+    """Return the definition of Jin et al., equation 1."""
+    below = lower + lower_slope * (z - lower)
+    above = upper + upper_slope * (z - upper)
+    outside = torch.where(z >= upper, above, below)
     return torch.where((z > lower) & (z < upper), z, outside)
 
 
 def test_srelu_starts_as_a_leaky_relu() -> None:
     z = torch.randn(5, 3, **D)
-    torch.testing.assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
-    assert SReLU()(torch.zeros(())).shape == ()  # shared by all channels: any shape
+
+    assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
+
+
+def test_srelu_that_all_channels_share_takes_any_shape() -> None:
+    assert SReLU()(torch.zeros(())).shape == ()
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 4), 1), ((2, 4, 3, 5), 1), ((2, 3, 4), -1)])
 def test_srelu_has_its_channels_in_any_dimension(shape: tuple[int, ...], dim: int) -> None:
-    module, z = SReLU(4, dim=dim, **D), torch.randn(shape, **D)
-    parameters = module.lower, module.upper, module.lower_slope, module.upper_slope
-    for parameter in parameters:
+    module = SReLU(4, dim=dim, **D)
+    for parameter in module.parameters():
         nn.init.normal_(parameter)
     module.upper.data.copy_(module.lower + torch.rand(4, **D))
-    expected = by_cases(z.movedim(dim, -1), *parameters)
-    torch.testing.assert_close(module(z).movedim(dim, -1), expected)
+    z = torch.randn(shape, **D)
+
+    expected = srelu_by_cases(
+        z.movedim(dim, -1), module.lower, module.upper, module.lower_slope, module.upper_slope
+    )
+
+    assert_close(module(z).movedim(dim, -1), expected)
 
 
 def test_breakpoints_of_srelu_that_have_crossed_are_one() -> None:
-    module = srelu(0.0, 1.0, 0.1, 0.5)
-    with torch.no_grad():
-        module.lower.fill_(2.0)
-    found = breaks(module)
-    assert [point.item() for point in found.points] == [2.0, 2.0]
+    module = srelu(0.0, 1.0, lower_slope=0.1, upper_slope=0.5)
+    nn.init.constant_(module.lower, 2.0)
+
+    assert get_points(module) == [2.0, 2.0]
     z = torch.tensor([[1.0], [2.0], [4.0]], **D)
     assert module(z).flatten().tolist() == pytest.approx([1.9, 2.0, 3.0])
 

@@ -7,7 +7,6 @@ must be t + scale (u^T x + lam) at every point, which fixes direction, distance 
 import copy
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -50,77 +49,130 @@ CONV: dict[str, Callable[[], nn.Module]] = {
     "gmp 1d": lambda: GmPConv1d(CHANNELS, UNITS, 3, stride=2),
     "gmp 3d": lambda: GmPConv3d(CHANNELS, UNITS, (1, 2, 3), padding=1),
 }
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def batch_norm(units: int, rank: int, affine: bool = True) -> nn.Module:
+    """Return the BatchNorm for a layer with `rank` dimensions of positions."""
+    if rank == 3:
+        return nn.BatchNorm3d(units, affine=affine)
+    if rank == 2:
+        return nn.BatchNorm2d(units, affine=affine)
+    return nn.BatchNorm1d(units, affine=affine)
+
+
+# Norms with statistics that are the same for all examples.
 FIXED: dict[str, Callable[[int, int], nn.Module]] = {
     "none": lambda units, rank: nn.Identity(),
-    "bn": lambda units, rank: BATCH_NORMS[max(rank - 1, 0)](units),
-    "bn without gamma": lambda units, rank: BATCH_NORMS[max(rank - 1, 0)](units, affine=False),
+    "bn": batch_norm,
+    "bn without gamma": lambda units, rank: batch_norm(units, rank, affine=False),
     "mbn": lambda units, rank: gp.MeanOnlyBatchNorm(units),
     "mbn without bias": lambda units, rank: gp.MeanOnlyBatchNorm(units, bias=False),
     "imn": lambda units, rank: gp.InputMeanNorm(units),
 }
 
 
-def sequence(layer: nn.Module, norm: Callable[[int, int], nn.Module]) -> nn.Sequential:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def randomised(*modules: nn.Module) -> nn.Sequential:
+    """Return modules in sequence, with random parameters, in evaluation mode."""
+    return randomise(nn.Sequential(*modules)).eval()
+
+
+def make_network(layer: nn.Module, norm: str) -> nn.Sequential:
+    """Return layer, norm and ReLU with random parameters, in evaluation mode."""
     rank = len(getattr(layer, "kernel_size", ()))
-    return randomise(nn.Sequential(layer, norm(UNITS, rank), nn.ReLU()))
+    return randomised(layer, FIXED[norm](UNITS, rank), nn.ReLU())
 
 
-def batch_for(layer: nn.Module, examples: int = 7) -> Tensor:
-    size = getattr(layer, "kernel_size", None)
-    if size is None:
+def draw_batch(layer: nn.Module, examples: int = 7) -> Tensor:
+    """Return random inputs of the layer's shape."""
+    if not hasattr(layer, "kernel_size"):
         return torch.randn(examples, layer.in_features, **D)
-    return torch.randn(examples, layer.in_channels, *[7, 6, 5][: len(size)], **D)
+    sizes = [7, 6, 5][: len(layer.kernel_size)]
+    return torch.randn(examples, layer.in_channels, *sizes, **D)
+
+
+LAYERS = [*LINEAR.values(), *CONV.values()]
+WITH_EVERY_NORM = [LINEAR["gmp, r inside"], CONV["sp"]]
 
 
 @pytest.mark.parametrize(
     ("make", "norm", "statistics"),
     [
-        *product([*LINEAR.values(), *CONV.values()], ["none"], ["running"]),
-        *product([*LINEAR.values(), *CONV.values()], ["bn"], ["batch"]),
-        *product([LINEAR["gmp, r inside"], CONV["sp"]], FIXED, ["running", "batch"]),
+        *product(LAYERS, ["none"], ["running"]),
+        *product(LAYERS, ["bn"], ["batch"]),
+        *product(WITH_EVERY_NORM, FIXED, ["running", "batch"]),
     ],
 )
-def test_boundaries_tell_the_pre_activation(make: Callable, norm: str, statistics: str) -> None:
-    model = sequence(make(), FIXED[norm]).train(statistics == "batch")
-    check(model, batch_for(model[0]), statistics=statistics)
+def test_boundaries_predict_the_pre_activation(make: Callable, norm: str, statistics: str) -> None:
+    model = make_network(make(), norm).train(statistics == "batch")
+    x = draw_batch(model[0])
+
+    check(model, x, statistics=statistics)
 
 
 OUTSIDE = {
-    "linear": lambda g: GmPLinear(FAN_IN, UNITS, activation=g),
-    "conv": lambda g: GmPConv2d(CHANNELS, UNITS, 3, padding=1, groups=2, activation=g),
+    "linear": lambda: GmPLinear(FAN_IN, UNITS, activation=nn.ReLU()),
+    "conv": lambda: GmPConv2d(CHANNELS, UNITS, 3, padding=1, groups=2, activation=nn.ReLU()),
 }
 
 
 @pytest.mark.parametrize("make", OUTSIDE.values(), ids=OUTSIDE)
 def test_r_outside_scales_the_output_and_leaves_the_boundary(make: Callable) -> None:
-    layer = randomise(make(nn.ReLU())).eval()
-    assert (layer.r < 0).any() and (layer.r > 0).any()
-    x = batch_for(layer)
-    found = boundaries(layer, x)[""]
+    layer = randomise(make()).eval()
+    x = draw_batch(layer)
+    assert (layer.r < 0).any()
+    assert (layer.r > 0).any()
+
+    boundary = boundaries(layer, x)[""]
+
     z = by_unit(pre_activation(layer, x, layer.activation), layer.channel_dim).detach()
-    lam = responses(found.direction, layer, x) + found.distance
-    torch.testing.assert_close(lam, z, **CLOSE)
-    torch.testing.assert_close(found.scale, layer.r.detach().abs(), **CLOSE)
-    torch.testing.assert_close(found.location, layer.location.detach().flatten(1), **CLOSE)
-    torch.testing.assert_close(layer_boundaries(layer).location, found.location, **CLOSE)
+    assert_close(responses(boundary.direction, layer, x) + boundary.distance, z)
+    assert_close(boundary.scale, layer.r.detach().abs())
+    assert_close(boundary.location, layer.location.detach().flatten(1))
+    assert_close(layer_boundaries(layer).location, boundary.location)
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("form", [True, "border"])
+@pytest.mark.parametrize(("form", "padding"), [(True, 0), ("border", 0), ("border", 1)])
 def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
     form: bool | str, padding: int
 ) -> None:
     layer = randomise(GmPConv2d(CHANNELS, UNITS, 3, padding=padding, input_norm=form)).eval()
-    model, x = nn.Sequential(layer, nn.ReLU()), batch_for(layer, 3)
-    found = boundaries(model, x)["0"]
+    model = nn.Sequential(layer, nn.ReLU())
+    x = draw_batch(layer, examples=3)
+
+    boundary = boundaries(model, x)["0"]
+
     z = by_unit(pre_activation(model, x, model[1]), -3).detach()
     mean = layer.input_norm.running_mean[:, None, None]
-    centred = x - mean
-    if form is True and padding:  # zeros are padded to what is not centred
-        layer, centred = copy.copy(layer), F.pad(x, [padding] * 4) - mean
-        layer.padding = (0, 0)
-    torch.testing.assert_close(predict(found, layer, centred), z, **CLOSE)
+    assert_close(predict(boundary, layer, x - mean), z)
+
+
+def test_zeros_are_padded_before_centring_where_the_input_norm_has_the_plain_form() -> None:
+    layer = randomise(GmPConv2d(CHANNELS, UNITS, 3, padding=1, input_norm=True)).eval()
+    model = nn.Sequential(layer, nn.ReLU())
+    x = draw_batch(layer, examples=3)
+
+    boundary = boundaries(model, x)["0"]
+
+    z = by_unit(pre_activation(model, x, model[1]), -3).detach()
+    mean = layer.input_norm.running_mean[:, None, None]
+    centred = F.pad(x, [1, 1, 1, 1]) - mean
+    unpadded = nn.Conv2d(CHANNELS, UNITS, 3)
+    assert_close(predict(boundary, unpadded, centred), z)
+
+
+# Breakpoints of activations.
+
+
+def srelu_of_each_unit() -> SReLU:
+    """Return an SReLU whose units have different breakpoints."""
+    activation = SReLU(UNITS)
+    activation.lower.data = torch.tensor([0.0, 1, 2, 3, 4, 5])
+    activation.upper.data = torch.tensor([1.0, 3, 2, 4, 5, 6])
+    return activation
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
@@ -129,7 +181,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
     "relu6": (nn.ReLU6, [0, 6]),
     "hardswish": (nn.Hardswish, [-3, 3]),
     "hardtanh": (lambda: nn.Hardtanh(-0.4, 2.1), [-0.4, 2.1]),  # no float32 numbers
-    "srelu of each unit": (lambda: SReLU(UNITS), [[0, 1, 2, 3, 4, 5], [1, 3, 2, 4, 5, 6]]),
+    "srelu of each unit": (srelu_of_each_unit, [[0, 1, 2, 3, 4, 5], [1, 3, 2, 4, 5, 6]]),
 }
 
 
@@ -138,174 +190,252 @@ ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
 def test_the_pre_activation_at_each_location_is_the_breakpoint(
     make: Callable, points: list, norm: str
 ) -> None:
-    model = sequence(nn.Linear(FAN_IN, UNITS), FIXED[norm]).eval()
+    model = make_network(nn.Linear(FAN_IN, UNITS), norm)
     model[2] = make().double()
     expected = torch.tensor(points, **D).reshape(len(points), -1).expand(-1, UNITS)
-    if isinstance(model[2], SReLU) and model[2].lower.numel() > 1:
-        model[2].lower.data.copy_(expected[0]), model[2].upper.data.copy_(expected[1])
-    found = boundaries(model, torch.zeros(1, FAN_IN, **D))["0"]
-    assert found.distances.shape == (len(points), UNITS)
-    assert found.locations.shape == (len(points), UNITS, FAN_IN)
-    for locations, height in zip(found.locations, expected, strict=True):
-        at = pre_activation(model, locations, model[2]).diagonal()
-        torch.testing.assert_close(at, height, **CLOSE)
-    torch.testing.assert_close(found.location, found.locations[0])
+
+    boundary = boundaries(model, torch.zeros(1, FAN_IN, **D))["0"]
+
+    assert boundary.distances.shape == (len(points), UNITS)
+    assert boundary.locations.shape == (len(points), UNITS, FAN_IN)
+    assert_close(boundary.location, boundary.locations[0])
+    at_locations = [
+        pre_activation(model, locations, model[2]).diagonal() for locations in boundary.locations
+    ]
+    assert_close(torch.stack(at_locations), expected)
+
+
+# Units without a boundary.
 
 
 def has_boundary(layer: nn.Module, norm: nn.Module | None = None) -> list[bool]:
-    found = layer_boundaries(layer, norm)
-    known = found.distance.isfinite()
-    for values in (found.direction.sum(dim=1), found.location.sum(dim=1), found.scale):
-        assert torch.equal(values.isfinite(), known)
-    return known.tolist()
+    """Return which units have a boundary; all that describes the others must be NaN."""
+    boundary = layer_boundaries(layer, norm)
+    is_known = boundary.distance.isfinite()
+    assert torch.equal(boundary.direction.sum(dim=1).isfinite(), is_known)
+    assert torch.equal(boundary.location.sum(dim=1).isfinite(), is_known)
+    assert torch.equal(boundary.scale.isfinite(), is_known)
+    return is_known.tolist()
 
 
-def test_a_constant_unit_has_no_boundary() -> None:
-    plain, norm = randomise(nn.Linear(3, 2)), randomise(nn.BatchNorm1d(2).eval())
-    plain.weight.data[1] = 0
-    assert has_boundary(plain) == [True, False]
+def test_a_row_of_zeros_has_no_boundary() -> None:
+    layer = randomise(nn.Linear(3, 2))
+    layer.weight.data[1] = 0
+
+    assert has_boundary(layer) == [True, False]
+
+
+def test_a_unit_with_zero_gamma_has_no_boundary() -> None:
+    layer = randomise(nn.Linear(3, 2))
+    norm = randomise(nn.BatchNorm1d(2).eval())
     norm.weight.data[0] = 0
-    assert has_boundary(plain, norm) == [False, False]
-    inside = randomise(GmPLinear(3, 2))
-    inside.r.data[0] = 0
-    assert has_boundary(inside) == [False, True]
-    outside = randomise(GmPLinear(3, 2, activation=torch.relu))
-    outside.r.data[0] = 0  # its boundary is there, and its output is zero on both sides
-    assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
+
+    assert has_boundary(layer, norm) == [False, True]
 
 
-VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
-    "ln": (LINEAR["sp"], lambda: nn.LayerNorm(UNITS)),
-    "ln, gmp": (LINEAR["gmp, r inside"], lambda: nn.LayerNorm(UNITS)),
-    "gn": (LINEAR["sp"], lambda: nn.GroupNorm(2, UNITS)),
-    "gn over positions": (CONV["sp"], lambda: nn.GroupNorm(2, UNITS)),
-    "instance": (CONV["groups"], lambda: nn.InstanceNorm2d(UNITS, affine=True)),
-    "its statistics": (CONV["sp"], lambda: nn.InstanceNorm2d(UNITS, track_running_stats=True)),
-    "synchronised": (CONV["sp"], lambda: nn.SyncBatchNorm(UNITS)),
-    "frozen": (CONV["sp"], lambda: FrozenBatchNorm2d(UNITS)),
-    "no statistics": (CONV["sp"], lambda: nn.BatchNorm2d(UNITS, track_running_stats=False)),
+def test_a_unit_with_zero_r_inside_has_no_boundary() -> None:
+    layer = randomise(GmPLinear(3, 2))
+    layer.r.data[0] = 0
+
+    assert has_boundary(layer) == [False, True]
+
+
+def test_a_unit_with_zero_r_outside_has_a_boundary_and_no_scale() -> None:
+    """Its output is zero on both sides."""
+    layer = randomise(GmPLinear(3, 2, activation=torch.relu))
+    layer.r.data[0] = 0
+
+    assert has_boundary(layer) == [True, True]
+    assert layer_boundaries(layer).scale[0] == 0
+
+
+# Norms with statistics of each example, or of the batch. With each, the number of examples that
+# have the same statistics: one, or any.
+
+VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]] = {
+    "ln": (LINEAR["sp"], lambda: nn.LayerNorm(UNITS), 1),
+    "ln, gmp": (LINEAR["gmp, r inside"], lambda: nn.LayerNorm(UNITS), 1),
+    "gn": (LINEAR["sp"], lambda: nn.GroupNorm(2, UNITS), 1),
+    "gn over positions": (CONV["sp"], lambda: nn.GroupNorm(2, UNITS), 1),
+    "instance": (CONV["groups"], lambda: nn.InstanceNorm2d(UNITS, affine=True), 1),
+    "its statistics": (
+        CONV["sp"],
+        lambda: nn.InstanceNorm2d(UNITS, track_running_stats=True),
+        4,
+    ),
+    "synchronised": (CONV["sp"], lambda: nn.SyncBatchNorm(UNITS), 4),
+    "frozen": (CONV["sp"], lambda: FrozenBatchNorm2d(UNITS), 4),
+    "no statistics": (CONV["sp"], lambda: nn.BatchNorm2d(UNITS, track_running_stats=False), 4),
 }
 
 
-@pytest.mark.parametrize(("layer", "norm"), VARYING.values(), ids=VARYING)
-def test_an_average_over_one_example_is_exact_for_it(layer: Callable, norm: Callable) -> None:
-    model = randomise(nn.Sequential(layer(), norm(), nn.ReLU())).eval()
-    whole_batch = isinstance(model[1], nn.modules.batchnorm._BatchNorm | gp.MeanOnlyBatchNorm)
-    check(model, batch_for(model[0], 4 if whole_batch else 1))
+@pytest.mark.parametrize(("layer", "norm", "examples"), VARYING.values(), ids=VARYING)
+def test_boundaries_are_exact_for_examples_with_the_same_statistics(
+    layer: Callable, norm: Callable, examples: int
+) -> None:
+    model = randomised(layer(), norm(), nn.ReLU())
+
+    check(model, draw_batch(model[0], examples))
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.GroupNorm(2, UNITS), nn.LayerNorm(UNITS, bias=False)], ids=str
-)
-def test_without_beta_the_boundary_is_exact_at_any_deviation(norm: nn.Module) -> None:
-    model = randomise(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
-    if getattr(model[1], "bias", None) is not None:
+NORMS_OF_UNITS = [nn.GroupNorm(2, UNITS), nn.LayerNorm(UNITS, bias=False)]
+
+
+def make_without_beta(norm: nn.Module) -> nn.Sequential:
+    """Return a layer with the norm, whose beta is zero, and ReLU."""
+    model = randomised(LINEAR["gmp, r inside"](), norm, nn.ReLU())
+    if model[1].bias is not None:
         nn.init.zeros_(model[1].bias)
+    return model
+
+
+@pytest.mark.parametrize("norm", NORMS_OF_UNITS, ids=str)
+def test_without_beta_the_boundary_is_exact_at_any_deviation(norm: nn.Module) -> None:
+    model = make_without_beta(norm)
     x = torch.randn(50, FAN_IN, **D)
-    found = boundaries(model, x)["0"]
-    side = x @ found.direction.t() + found.distance
+
+    boundary = boundaries(model, x)["0"]
+
+    side = x @ boundary.direction.t() + boundary.distance
     assert torch.equal(side > 0, pre_activation(model, x, model[2]) > 0)
-    at = pre_activation(model, found.location, model[2]).diagonal()
-    torch.testing.assert_close(at, torch.zeros(UNITS, **D), rtol=0, atol=1e-9)
-    without = layer_boundaries(model[0], model[1], nn.ReLU())  # no batch is needed
-    torch.testing.assert_close(without.location, found.location, **CLOSE)
-    assert without.scale.isnan().all()
+    at_locations = pre_activation(model, boundary.location, model[2]).diagonal()
+    assert_close(at_locations, torch.zeros(UNITS, **D))
 
 
-def each_alone(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the averages of mean and deviation, from what the norm makes of each example."""
+@pytest.mark.parametrize("norm", NORMS_OF_UNITS, ids=str)
+def test_without_beta_the_boundary_needs_no_batch(norm: nn.Module) -> None:
+    model = make_without_beta(norm)
+    with_batch = boundaries(model, torch.randn(50, FAN_IN, **D))["0"]
+
+    without_batch = layer_boundaries(model[0], model[1], nn.ReLU())
+
+    assert_close(without_batch.location, with_batch.location)
+    assert without_batch.scale.isnan().all()
+
+
+def average_moments(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of each example, averaged, as the norm's outputs tell them.
+
+    Without gamma and beta, y = (z - mean) / deviation: two positions give both unknowns.
+    """
     plain = copy.deepcopy(norm)
-    for name in ("weight", "bias"):
-        if getattr(plain, name, None) is not None:
-            nn.init.constant_(getattr(plain, name), float(name == "weight"))
-    means, deviations = [], []
-    for example in z:  # y = (z - mean) / deviation at two positions of each unit
-        y = plain(example[None])[0].detach()
-        deviation = (example[:, 1] - example[:, 0]) / (y[:, 1] - y[:, 0])
-        deviations.append(deviation)
-        means.append(example[:, 0] - deviation * y[:, 0])
-    return torch.stack(means).mean(0), torch.stack(deviations).mean(0)
+    nn.init.ones_(plain.weight)
+    nn.init.zeros_(plain.bias)
+    y = torch.cat([plain(example[None]) for example in z]).detach()
+    z0, z1 = z[..., 0], z[..., 1]
+    y0, y1 = y[..., 0], y[..., 1]
+
+    deviation = (z1 - z0) / (y1 - y0)
+    mean = z0 - deviation * y0
+    return mean.mean(dim=0), deviation.mean(dim=0)
 
 
-@pytest.mark.parametrize(
+norms_over_positions = pytest.mark.parametrize(
     "norm", [nn.GroupNorm(2, UNITS), nn.InstanceNorm1d(UNITS, affine=True)], ids=str
 )
-def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -> None:
-    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())).eval()
+
+
+@norms_over_positions
+def test_moments_of_norms_over_positions_are_averages_over_examples(norm: nn.Module) -> None:
+    model = randomised(nn.Conv1d(2, UNITS, 3), norm)
+    z = model[0](torch.randn(8, 2, 9, **D)).detach()
+
+    moments = compute_moments(norm, z)
+
+    mean, deviation = average_moments(norm, z)
+    assert_close(moments.mean, mean)
+    assert_close(moments.deviation, deviation)
+
+
+@norms_over_positions
+def test_norms_over_positions_have_the_boundaries_of_their_average_moments(
+    norm: nn.Module,
+) -> None:
+    model = randomised(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())
     x = torch.randn(8, 2, 9, **D)
-    mean, deviation = each_alone(norm, model[0](x).detach())
-    moments = compute_moments(norm, model[0](x))
-    torch.testing.assert_close(moments.mean, mean, **CLOSE)
-    torch.testing.assert_close(moments.deviation, deviation, **CLOSE)
-    found = boundaries(model, x)["0"]
+
+    boundary = boundaries(model, x)["0"]
+
+    z = model[0](x).detach()
+    mean, deviation = average_moments(norm, z)
     gamma, beta = norm.weight.detach(), norm.bias.detach()
-    rows, bias = model[0].weight.detach().flatten(1), model[0].bias.detach()
-    torch.testing.assert_close(
-        predict(found, model[0], x),
-        gamma * (responses(rows, model[0], x) + bias - mean) / deviation + beta,
-        **CLOSE,
-    )
+    expected = gamma * (by_unit(z, 1) - mean) / deviation + beta
+    assert_close(predict(boundary, model[0], x), expected)
 
 
 def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
-    body = [GmPConv2d(4, 4, 3, input_norm=True), nn.BatchNorm2d(4), nn.ReLU()]
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *body)
-    model = randomise(model).train()
+    model = randomised(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        GmPConv2d(4, 4, 3, input_norm=True),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+    ).train()
     x = torch.randn(5, 2, 8, 8, **D)
-    found = boundaries(model, x, statistics="batch")["3"]
-    given = model[:3](x)
+
+    boundary = boundaries(model, x, statistics="batch")["3"]
+
+    inputs = model[:3](x)
+    centred = inputs - inputs.mean(dim=(0, 2, 3), keepdim=True)
     z = by_unit(pre_activation(model, x, model[5]), -3)
-    centred = given - given.mean(dim=(0, 2, 3), keepdim=True)
-    torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
+    assert_close(predict(boundary, model[3], centred), z)
 
 
 @pytest.mark.parametrize("norm", [FrozenBatchNorm2d(4), nn.BatchNorm2d(4).eval()])
-def test_a_norm_that_is_frozen_in_training_is_read_by_its_running_statistics(norm: Any) -> None:
+def test_a_norm_that_is_frozen_in_training_is_read_by_its_running_statistics(
+    norm: nn.Module,
+) -> None:
     norm.running_mean += 1.0
     model = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU())
     x = torch.randn(5, 2, 8, 8)
     assert model.training
-    found, expected = (boundaries(model, x, statistics=s)["0"] for s in ("batch", "running"))
-    assert torch.equal(found.distance, expected.distance)
+
+    by_batch = boundaries(model, x, statistics="batch")["0"]
+    by_running = boundaries(model, x, statistics="running")["0"]
+
+    assert torch.equal(by_batch.distance, by_running.distance)
 
 
-def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:
-    return function(nn.Linear(FAN_IN, UNITS), *args, **kwargs)
-
+# Weights that are computed, transposed or packed.
 
 HOOKED = {
-    "weight_norm": lambda: old(nn.utils.weight_norm),
-    "weight_norm over inputs": lambda: old(nn.utils.weight_norm, dim=1),
-    "spectral_norm": lambda: old(nn.utils.spectral_norm),
-    "pruning": lambda: old(prune.l1_unstructured, "weight", 0.5),
+    "weight_norm": nn.utils.weight_norm,
+    "weight_norm over inputs": lambda layer: nn.utils.weight_norm(layer, dim=1),
+    "spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("make", HOOKED.values(), ids=HOOKED)
-def test_a_weight_that_a_hook_makes_is_the_one_of_the_next_call(make: Callable) -> None:
-    layer = make().double()
+@pytest.mark.parametrize("add_hook", HOOKED.values(), ids=HOOKED)
+def test_a_weight_that_a_hook_computes_is_the_one_of_the_next_call(add_hook: Callable) -> None:
+    layer = add_hook(nn.Linear(FAN_IN, UNITS)).double()
     model = nn.Sequential(layer, nn.ReLU()).eval()
-    x = batch_for(layer)
+    x = draw_batch(layer)
     model(x)
-    with torch.no_grad():
-        for parameter in layer.parameters():  # the attribute is now what the last call had
-            parameter.mul_(1.5).add_(0.1)
+    for parameter in layer.parameters():  # layer.weight is still that of the last call
+        parameter.data.mul_(1.5).add_(0.1)
     buffers = copy.deepcopy(dict(layer.named_buffers()))
-    found = layer_boundaries(layer)
-    assert all(torch.equal(value, buffers[name]) for name, value in layer.named_buffers())
-    torch.testing.assert_close(predict(found, layer, x), layer(x).detach(), **CLOSE)
+
+    boundary = layer_boundaries(layer)
+
+    torch.testing.assert_close(dict(layer.named_buffers()), buffers, rtol=0, atol=0)
+    assert_close(predict(boundary, layer, x), layer(x).detach())
     check(model, x)
 
 
-def test_spectral_norm_is_read_without_moving_it() -> None:
+def test_spectral_norm_is_read_without_a_step_of_its_power_iteration() -> None:
     layer = parametrizations.spectral_norm(nn.Linear(FAN_IN, UNITS, **D))
-    model, x = nn.Sequential(layer, nn.ReLU()).train(), batch_for(layer)
+    model = nn.Sequential(layer, nn.ReLU()).train()
+    x = draw_batch(layer)
     before = copy.deepcopy(layer.state_dict())
-    found = boundaries(model, x)["0"]
-    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+    boundary = boundaries(model, x)["0"]
+
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
     assert all(module.training for module in model.modules())
-    torch.testing.assert_close(predict(found, layer, x), layer.eval()(x).detach(), **CLOSE)
+    assert_close(predict(boundary, layer, x), layer.eval()(x).detach())
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -315,36 +445,65 @@ def test_a_transposed_weight_has_units_in_its_columns(converted: bool) -> None:
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(UNITS, 2, **D)).eval()
     x = torch.randn(4, 3, FAN_IN, **D)
     z = by_unit(pre_activation(model, x, model[1]), -1).detach()
-    model = gp.convert_(model) if converted else model
-    torch.testing.assert_close(predict(boundaries(model, x)["0"], nn.Identity(), x), z, **CLOSE)
+
+    if converted:
+        model = gp.convert_(model)
+    boundary = boundaries(model, x)["0"]
+
+    assert_close(predict(boundary, nn.Identity(), x), z)
+
+
+def make_attention() -> tuple[nn.MultiheadAttention, tuple[Tensor, Tensor, Tensor]]:
+    """Return self-attention with random parameters, and inputs."""
+    attention = randomise(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
+    x = torch.randn(2, 3, 8, **D)
+    return attention, (x, x, x)
 
 
 @pytest.mark.parametrize("with_inputs", [False, True])
 def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
-    attention = randomise(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
-    x = torch.randn(2, 3, 8, **D)
-    inputs = (x, x, x) if with_inputs else None
-    found = boundaries(attention, inputs)
+    attention, inputs = make_attention()
+
+    found = boundaries(attention, inputs if with_inputs else None)
+
     assert list(found) == ["in_proj_weight", "out_proj"]
     rows = attention.in_proj_weight.detach()
-    torch.testing.assert_close(found["in_proj_weight"].direction, F.normalize(rows), **CLOSE)
-    torch.testing.assert_close(found["in_proj_weight"].scale, rows.norm(dim=1), **CLOSE)
+    assert_close(found["in_proj_weight"].direction, F.normalize(rows))
+    assert_close(found["in_proj_weight"].scale, rows.norm(dim=1))
     assert found["in_proj_weight"].distance.isnan().all()
-    converted = gp.convert_(attention)
-    other = boundaries(nn.ModuleDict({"a": converted}) if not with_inputs else converted, inputs)
-    name = "in_proj" if with_inputs else "a.in_proj"
-    torch.testing.assert_close(other[name].direction, F.normalize(rows), **CLOSE)
+
+
+def test_converted_attention_has_the_directions_of_the_original() -> None:
+    attention, inputs = make_attention()
+    rows = attention.in_proj_weight.detach()
+
+    found = boundaries(gp.convert_(attention), inputs)
+
+    assert_close(found["in_proj"].direction, F.normalize(rows))
+
+
+def test_converted_attention_inside_a_model_needs_no_inputs() -> None:
+    attention, _ = make_attention()
+    rows = attention.in_proj_weight.detach()
+    model = nn.ModuleDict({"a": gp.convert_(attention)})
+
+    found = boundaries(model)
+
+    assert_close(found["a.in_proj"].direction, F.normalize(rows))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str)
 @pytest.mark.parametrize("make", [LINEAR["sp"], LINEAR["gmp, r inside"]])
-def test_narrow_parameters_are_computed_with_in_wide_numbers(
+def test_boundaries_of_bfloat16_parameters_are_computed_in_wider_numbers(
     make: Callable, norm: nn.Module
 ) -> None:
-    narrow = randomise(nn.Sequential(make(), copy.deepcopy(norm))).bfloat16().eval()
+    narrow = randomised(make(), copy.deepcopy(norm)).bfloat16()
     if isinstance(norm, nn.LayerNorm):
         nn.init.zeros_(narrow[1].bias)
     wide = copy.deepcopy(narrow).double()
-    found, exact = (layer_boundaries(*model) for model in (narrow, wide))
-    torch.testing.assert_close(found.direction, exact.direction, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.distance, exact.distance, rtol=1e-4, atol=1e-4)
+
+    boundary = layer_boundaries(*narrow)
+
+    expected = layer_boundaries(*wide)
+    torch.testing.assert_close(boundary.direction, expected.direction, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(boundary.distance, expected.distance, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from function_model import FunctionModel
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import Tensor, nn
 from tracked_networks import TYPE, ZEROS, linear, network, record, train
 
@@ -19,7 +21,9 @@ def test_layers_that_were_replaced_are_an_error_that_names_them() -> None:
     model = network("bn")
     tracker = BoundaryTracker(model, example_inputs=ZEROS)
     tracker.step()
+
     model[3] = linear(8, 1)
+
     with pytest.raises(ValueError, match="other modules than when the tracker was built, at 3"):
         tracker.step()
 
@@ -31,57 +35,116 @@ class Cast(nn.Linear):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
 
+def with_cast() -> nn.Sequential:
+    return nn.Sequential(linear(3, 8), nn.ReLU(), Cast(8, 8, dtype=TYPE))
+
+
 def test_layers_with_a_forward_pass_of_their_own_are_left_out_and_named() -> None:
-    model = nn.Sequential(linear(3, 8), nn.ReLU(), Cast(8, 8, dtype=TYPE))
     with pytest.warns(UserWarning, match="'2' .Cast.: a subclass that computes something of its"):
-        BoundaryTracker(model, example_inputs=ZEROS)
-    BoundaryTracker(model, example_inputs=ZEROS, layers=["0"])  # the user's choice: no warning
+        tracker = BoundaryTracker(with_cast(), example_inputs=ZEROS)
+
+    assert list(tracker.history) == ["0"]
+
+
+def test_layers_that_the_user_did_not_choose_are_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BoundaryTracker(with_cast(), example_inputs=ZEROS, layers=["0"])
+
+
+def test_a_chosen_layer_with_a_forward_pass_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match="no layers .'2'.; .* of their own: '2' .Cast."):
-        BoundaryTracker(model, example_inputs=ZEROS, layers=["2"])
+        BoundaryTracker(with_cast(), example_inputs=ZEROS, layers=["2"])
+
+
+def test_a_model_of_layers_with_forward_passes_of_their_own_is_refused() -> None:
+    model = nn.Sequential(Cast(3, 8, dtype=TYPE))
+
     with pytest.raises(ValueError, match="no layer to look at: .* of their own: '0' .Cast."):
-        BoundaryTracker(nn.Sequential(Cast(3, 8, dtype=TYPE)), example_inputs=ZEROS)
+        BoundaryTracker(model, example_inputs=ZEROS)
 
 
-def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
-    named = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
-    for model, name in ((linear(3, 8), ""), (named, "step")):
-        history = record(model, example_inputs=ZEROS, keep="full")
-        assert history[name]["rotation"].shape == (1, 8)
+def test_a_layer_without_a_name_is_recorded() -> None:
+    history = record(linear(3, 8), example_inputs=ZEROS, keep="full")
+
+    assert history[""]["rotation"].shape == (1, 8)
 
 
-def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
+def test_a_layer_may_have_the_name_of_a_column() -> None:
+    layers = OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1))
+
+    history = record(nn.Sequential(layers), example_inputs=ZEROS, keep="full")
+
+    assert history["step"]["rotation"].shape == (1, 8)
+
+
+# Models that change their inputs, or begin in inference mode.
+
+
+def make_subtracting() -> FunctionModel:
+    """Return a model that subtracts one from its input in place.
+
+    Its units are active at an input of 0 and not where one has been subtracted twice.
+    """
     model = FunctionModel(lambda m, x: m.layer(x.sub_(1)).relu(), layer=linear(3, 8))
     nn.init.ones_(model.layer.weight)
-    nn.init.constant_(model.layer.bias, 4.5)  # active at -1, the probe's value, and not at -2
-    x = torch.zeros(4, 3, dtype=TYPE)
-    history = record(model, probe=x)["layer"]
-    assert torch.equal(x, torch.zeros_like(x))
+    nn.init.constant_(model.layer.bias, 4.5)
+    return model
+
+
+def test_a_model_that_changes_its_input_does_not_change_the_probe() -> None:
+    probe = torch.zeros(4, 3, dtype=TYPE)
+
+    history = record(make_subtracting(), probe=probe)["layer"]
+
+    assert torch.equal(probe, torch.zeros_like(probe))
     assert history["always_on"] == [8]
-    first = BoundaryTracker(model)
+
+
+def test_a_model_that_changes_its_input_changes_the_first_batch_once() -> None:
+    model = make_subtracting()
+    tracker = BoundaryTracker(model)
+    x = torch.zeros(4, 3, dtype=TYPE)
+
     model(x)
-    first.step()
+    tracker.step()
+
     assert torch.equal(x, -torch.ones_like(x))
 
 
-def test_it_may_begin_in_inference_mode_as_where_validation_comes_first() -> None:
+def test_the_first_batch_may_come_in_inference_mode() -> None:
+    """As where validation comes before training."""
     model = network("bn")
     tracker = BoundaryTracker(model)
     with torch.inference_mode():
-        model.eval()(torch.zeros(2, 3, dtype=TYPE))
+        model.eval()(ZEROS)
+
     train(model.train(), 2, tracker.step)
+
     assert (tracker.history["0"]["rotation_max"] > 0).all()
+
+
+# Models that take other steps in some of their calls.
 
 
 def branch(m: nn.Module, x: Tensor) -> Tensor:
     """Skip the second layer on request, as a router does."""
     h = m.first(x).relu()
-    return m.last(m.second(h).relu() if m.deep else h)
+    if m.deep:
+        h = m.second(h).relu()
+    return m.last(h)
 
 
-def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
-    layers = {"first": linear(3, 8), "second": linear(8, 8), "last": linear(8, 1)}
-    model = FunctionModel(branch, **layers)
-    model.deep = True
+def make_branching(deep: bool) -> FunctionModel:
+    model = FunctionModel(branch, first=linear(3, 8), second=linear(8, 8), last=linear(8, 1))
+    model.deep = deep
+    return model
+
+
+@pytest.fixture
+def branched() -> BoundaryTracker:
+    """Return the tracker of three steps; in the second one the model takes the other branch."""
+    model = make_branching(deep=True)
     tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
     tracker.step()
     model.deep = False
@@ -89,51 +152,76 @@ def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
         tracker.step()
     model.deep = True
     tracker.step()
-    for layer in ("first", "second"):
-        history = tracker.history[layer]
-        for quantity in ("dead", "separated_median", "pattern_change", "regions"):
-            assert np.isnan(history[quantity]).tolist() == [False, True, False]
-        assert np.isnan(history["active"]).all(1).tolist() == [False, True, False]
-        np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
+    return tracker
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+@pytest.mark.parametrize("quantity", ["dead", "separated_median", "pattern_change", "regions"])
+def test_where_the_model_takes_another_branch_the_probe_tells_nothing(
+    branched: BoundaryTracker, layer: str, quantity: str
+) -> None:
+    values = branched.history[layer][quantity]
+
+    assert np.isnan(values).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+def test_where_the_model_takes_another_branch_it_is_unknown_which_units_are_active(
+    branched: BoundaryTracker, layer: str
+) -> None:
+    active = branched.history[layer]["active"]
+
+    assert np.isnan(active).all(axis=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+def test_where_the_model_takes_another_branch_rotations_are_known(
+    branched: BoundaryTracker, layer: str
+) -> None:
+    assert_array_equal(branched.history[layer]["rotation_max"], [0, 0, 0])
 
 
 @pytest.mark.filterwarnings("error")
-def test_turns_are_those_since_the_last_record_where_that_warning_is_an_error() -> None:
-    layers = {"first": linear(3, 8), "second": linear(8, 8), "last": linear(8, 1)}
-    model = FunctionModel(branch, **layers)
-    model.deep = True
+@pytest.mark.parametrize("quantity", ["rotation_max", "displacement_max"])
+def test_movements_are_those_since_the_last_record_where_the_warning_is_an_error(
+    quantity: str,
+) -> None:
+    model = make_branching(deep=True)
     probe = torch.randn(16, 3, dtype=TYPE)
     tracker = BoundaryTracker(model, probe=probe)
-    plain = BoundaryTracker(model, example_inputs=probe)
-    for deep in (False, True):
-        nn.init.normal_(model.first.weight)
-        plain.step()
-        model.deep = deep
-        if deep:
-            tracker.step()
-        else:
-            with pytest.raises(UserWarning, match="takes other steps"):
-                tracker.step()
-    for quantity in ("rotation_max", "displacement_max"):
-        expected = plain.history["first"][quantity]
-        np.testing.assert_array_equal(tracker.history["first"][quantity], expected)
+    without_probe = BoundaryTracker(model, example_inputs=probe)
+
+    nn.init.normal_(model.first.weight)
+    without_probe.step()
+    model.deep = False
+    with pytest.raises(UserWarning, match="takes other steps"):
+        tracker.step()
+
+    nn.init.normal_(model.first.weight)
+    without_probe.step()
+    model.deep = True
+    tracker.step()
+
+    expected = without_probe.history["first"][quantity]
+    assert_array_equal(tracker.history["first"][quantity], expected)
 
 
 def flatten_or_convolve(m: nn.Module, x: Tensor) -> Tensor:
-    """Take a way on which the same numbers of steps have tensors of other ranks."""
+    """Take one of two branches with the same number of steps, on tensors of other ranks."""
     if m.is_flat:
         return m.linear(x.flatten(1)).relu()
     return m.conv(x).contiguous().relu().mean((2, 3))
 
 
-def test_another_way_may_have_tensors_of_other_ranks() -> None:
-    members = {"conv": nn.Conv2d(3, 4, 3), "linear": nn.Linear(75, 4)}
-    model = FunctionModel(flatten_or_convolve, **members)
+def test_another_branch_may_have_tensors_of_other_ranks() -> None:
+    model = FunctionModel(flatten_or_convolve, conv=nn.Conv2d(3, 4, 3), linear=nn.Linear(75, 4))
     model.is_flat = False
     tracker = BoundaryTracker(model, probe=torch.randn(2, 3, 5, 5))
+
     model.is_flat = True
     with pytest.warns(UserWarning, match="takes other steps"):
         tracker.step()
+
     assert np.isnan(tracker.history["conv"]["dead"]).all()
 
 
@@ -143,77 +231,119 @@ def route(m: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([m.a(x[side]).relu(), m.b(x[~side]).relu()])
 
 
-def test_a_layer_that_gets_no_points_has_no_numbers_from_them() -> None:
+def test_a_layer_that_gets_no_points_has_no_values_from_them() -> None:
     shift = nn.Parameter(torch.zeros((), dtype=TYPE))
     model = FunctionModel(route, shift=shift, a=linear(3, 8), b=linear(3, 8))
     tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
-    for value in (0.0, 100.0, 0.0):  # then layer b has all points, and a pattern
+
+    all_points_to_b = 100.0
+    for value in (0.0, all_points_to_b, 0.0):
         shift.data.fill_(value)
         tracker.step()
-    assert np.isnan(tracker.history["a"]["dead"]).tolist() == [False, True, False]
-    assert np.isnan(tracker.history["b"]["dead"]).tolist() == [False, False, False]
-    assert np.isnan(tracker.history["b"]["pattern_change"]).all()
+
+    a, b = tracker.history["a"], tracker.history["b"]
+    assert np.isnan(a["dead"]).tolist() == [False, True, False]
+    assert np.isnan(b["dead"]).tolist() == [False, False, False]
+    assert np.isnan(b["pattern_change"]).all()  # its number of points changes
+
+
+# Copies, several trackers, autocast and torch.compile.
 
 
 def test_a_copy_made_before_the_first_batch_is_not_followed(tmp_path: Path) -> None:
+    """It would begin a second history in the same file."""
     model = network("sp")
     tracker = BoundaryTracker(model, file=tmp_path / "h.npy")
     average = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     model(ZEROS)
     tracker.step()
+
     nn.init.zeros_(average[0].weight)
-    average(ZEROS)  # would begin a second history in the same file
-    assert len(tracker.history.steps) == 1 and not model._forward_pre_hooks
+    average(ZEROS)
+
+    assert len(tracker.history.steps) == 1
+    assert not model._forward_pre_hooks
 
 
-def test_a_tracker_that_waits_for_the_first_batch_is_no_step_of_another_one() -> None:
-    model, alone = network("sp"), network("sp")
+def test_a_tracker_that_waits_for_the_first_batch_does_not_disturb_another() -> None:
     probe = torch.randn(16, 3, dtype=TYPE)
+    model = network("sp")
     waiting = BoundaryTracker(model)
-    trackers = [BoundaryTracker(each, probe=probe) for each in (model, alone)]
-    train(model, 2, lambda: [tracker.step() for tracker in (waiting, trackers[0])])
-    train(alone, 2, trackers[1].step)
-    both = (tracker.history.rows.tobytes() for tracker in trackers)
-    assert next(both) == next(both)
-    np.testing.assert_array_equal(
-        waiting.history.table("rotation_max"), trackers[1].history.table("rotation_max")
-    )
+    tracker = BoundaryTracker(model, probe=probe)
+    alone = network("sp")
+    tracker_alone = BoundaryTracker(alone, probe=probe)
+
+    def step_both() -> None:
+        waiting.step()
+        tracker.step()
+
+    train(model, 2, step_both)
+    train(alone, 2, tracker_alone.step)
+
+    assert tracker.history.rows.tobytes() == tracker_alone.history.rows.tobytes()
+    rotations = tracker_alone.history.table("rotation_max")
+    assert_array_equal(waiting.history.table("rotation_max"), rotations)
 
 
 def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> None:
     """Autocast keeps the weights that it has cast for the forward pass."""
-    model, probe = nn.Sequential(nn.Linear(3, 8), nn.ReLU()), torch.randn(16, 3)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
+    probe = torch.randn(16, 3)
     tracker = BoundaryTracker(model, probe=probe)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(probe).sum().backward()
         nn.init.zeros_(model[0].weight)
         nn.init.ones_(model[0].bias)
         tracker.step()
         assert torch.is_autocast_cache_enabled()
+
     assert tracker.history["0"]["always_on"].tolist() == [8]
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("inner", [False, True], ids=["compiled", "inner"])
-def test_a_compiled_model_has_the_same_history(inner: bool) -> None:
-    model = network("bn")
-    compiled_one = copy.deepcopy(model)
-    compiled = torch.compile(compiled_one, backend="aot_eager", fullgraph=True)
-    plain = BoundaryTracker(model, example_inputs=ZEROS)
-    seen = {"example_inputs": ZEROS} if inner else {}  # else the first batch, outside of the graph
-    tracker = BoundaryTracker(compiled_one if inner else compiled, **seen)
-    train(model, 4, plain.step)
-    train(compiled, 4, tracker.step)
-    assert list(tracker.history) == ["0", "3"]
+def compile_eagerly(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def assert_same_history(tracker: BoundaryTracker, expected: BoundaryTracker) -> None:
+    assert list(tracker.history) == list(expected.history)
     for quantity in ("rotation_max", "displacement_max", "scale_median"):
-        expected = plain.history["0"][quantity]
-        np.testing.assert_allclose(tracker.history["0"][quantity], expected, rtol=1e-8)
+        assert_allclose(tracker.history["0"][quantity], expected.history["0"][quantity], rtol=1e-8)
+
+
+@pytest.mark.compile
+def test_a_compiled_model_has_the_same_history() -> None:
+    """Its first batch is seen outside of the graph."""
+    model = network("bn")
+    compiled = compile_eagerly(copy.deepcopy(model))
+    plain_tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    tracker = BoundaryTracker(compiled)
+
+    train(model, 4, plain_tracker.step)
+    train(compiled, 4, tracker.step)
+
+    assert_same_history(tracker, plain_tracker)
+
+
+@pytest.mark.compile
+def test_the_model_inside_a_compiled_one_has_the_same_history() -> None:
+    model = network("bn")
+    inner = copy.deepcopy(model)
+    compiled = compile_eagerly(inner)
+    plain_tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    tracker = BoundaryTracker(inner, example_inputs=ZEROS)
+
+    train(model, 4, plain_tracker.step)
+    train(compiled, 4, tracker.step)
+
+    assert_same_history(tracker, plain_tracker)
 
 
 @pytest.mark.compile
 def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> None:
     model = network("sp")
     tracker = BoundaryTracker(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = compile_eagerly(model)
+
     with pytest.raises(ValueError, match="example_inputs"):
         train(compiled, 1, tracker.step)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn, optim
 
 import geoparam as gp
-
-NAMES = ["rotation_rms", "dead"]
 
 
 def network() -> nn.Sequential:
@@ -22,23 +20,41 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 1))
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, scaler: Any = None) -> None:
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     torch.manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def train_scaled(
+    model: nn.Module, optimizer: optim.Optimizer, steps: int, scaler: torch.amp.GradScaler
+) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
         loss = model(torch.randn(4, 3)).square().mean()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), lr=1e-2)
+
+
+def geometric(model: nn.Module) -> optim.Optimizer:
+    return gp.GeometricOptimizer(model, optim.SGD, turn=1.0, lr=0.1)
 
 
 def watch_run(steps: int = 4, **options: Any) -> gp.BoundaryTracker:
+    """Return the tracker of a network that was trained for some steps."""
     model = network()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     tracker = gp.watch(model, optimizer, **options)
     train(model, optimizer, steps)
     return tracker
@@ -76,67 +92,79 @@ class Logger(Run):
         Run.log(self, values, step)
 
 
-def adam(model: nn.Module) -> optim.Optimizer:
-    return optim.Adam(model.parameters(), lr=1e-2)
-
-
-def geometric(model: nn.Module) -> optim.Optimizer:
-    return gp.GeometricOptimizer(model, optim.SGD, turn=1.0, lr=0.1)
+def train_epochs(
+    model: nn.Module, optimizer: optim.Optimizer, after: Callable[[], None] = lambda: None
+) -> None:
+    """Take four steps under a schedule, and call a function after each."""
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(4):
+        train(model, optimizer, 1)
+        schedule.step()
+        after()
 
 
 @pytest.mark.parametrize("make_optimizer", [adam, geometric])
 def test_the_optimizer_calls_the_tracker(
     make_optimizer: Callable[[nn.Module], optim.Optimizer],
 ) -> None:
-    histories = []
-    for is_watched in (True, False):
-        model = network()
-        optimizer = make_optimizer(model)
-        schedule = optim.lr_scheduler.StepLR(optimizer, 2)
-        if is_watched:
-            tracker = gp.watch(model, optimizer, probe=PROBE)
-        else:
-            tracker = gp.BoundaryTracker(model, probe=PROBE)
-        for seed in range(4):
-            torch.manual_seed(seed)
-            train(model, optimizer, 1)
-            schedule.step()
-            if not is_watched:
-                tracker.step()
-        histories.append(tracker.history.rows.tobytes())
-    assert histories[0] == histories[1]
+    watched = network()
+    optimizer = make_optimizer(watched)
+    tracker = gp.watch(watched, optimizer, probe=PROBE)
+    train_epochs(watched, optimizer)
+
+    model = network()
+    tracker_by_hand = gp.BoundaryTracker(model, probe=PROBE)
+    train_epochs(model, make_optimizer(model), after=tracker_by_hand.step)
+
+    assert tracker.history.rows.tobytes() == tracker_by_hand.history.rows.tobytes()
 
 
-def test_records_and_probe_runs_come_every_few_steps() -> None:
-    model, runs = network(), []
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    tracker = gp.watch(model, optimizer, probe=PROBE, every=3)
-    model.register_forward_hook(lambda *_: runs.append(1))
-    train(model, optimizer, 7)
+def test_records_come_every_few_steps() -> None:
+    tracker = watch_run(7, probe=PROBE, every=3)
+
     assert tracker.history.steps.tolist() == [3, 6]
-    assert len(runs) == 7 + 2
+
+
+def test_the_probe_runs_only_for_records() -> None:
+    model = network()
+    optimizer = sgd(model)
+    gp.watch(model, optimizer, probe=PROBE, every=3)
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+
+    train(model, optimizer, 7)
+
+    records = 2
+    assert len(runs) == 7 + records
 
 
 @pytest.mark.parametrize("kind", [Writer, Run, Logger])
 def test_a_log_gets_scalars_by_quantity_and_layer(kind: type[Writer]) -> None:
     log = kind()
-    history = watch_run(2, log=log, probe=PROBE, quantities=NAMES).history
+
+    history = watch_run(2, log=log, probe=PROBE, quantities=["rotation_rms", "dead"]).history
+
     assert {tag for _, tag in log.scalars} == {
-        "rotation_rms/0", "rotation_rms/2", "rotation_rms/(network)", "dead/0", "dead/(network)",
-    }  # fmt: skip
-    values = [log.scalars[step, "rotation_rms/0"] for step in (1, 2)]
-    np.testing.assert_array_equal(values, history["0"]["rotation_rms"])
+        "rotation_rms/0",
+        "rotation_rms/2",
+        "rotation_rms/(network)",
+        "dead/0",
+        "dead/(network)",
+    }
+    logged = [log.scalars[step, "rotation_rms/0"] for step in (1, 2)]
+    assert_array_equal(logged, history["0"]["rotation_rms"])
 
 
-def test_tensorboard_reads_them(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(tmp_path) as writer:
         tracker = watch_run(3, log=writer)
+
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("rotation_max/0")
     values = [event.value for event in events]
-    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
+    assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,53 +177,72 @@ def test_a_wrong_log_is_refused_in_words(log: Any) -> None:
 
 def test_quantities_are_chosen_by_name() -> None:
     history = watch_run(quantities=["scale", "rotation_rms"]).history
+
     assert history.quantities[:3] == ("scale_min", "scale_median", "scale_max")
-    assert "dead" not in history.quantities and "rotation_rms" in history.quantities
+    assert "rotation_rms" in history.quantities
+    assert "dead" not in history.quantities
+
+
+def test_an_unknown_quantity_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(ValueError, match="no quantity 'rotations'; there are: rotation_max, "):
         watch_run(quantities=["rotations"])
+
+
+def test_quantities_must_not_be_empty() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         watch_run(quantities=[])
 
 
 def test_steps_that_a_scaler_skips_do_not_count() -> None:
     model = network()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     tracker = gp.watch(model, optimizer, example_inputs=PROBE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1e38, growth_interval=100)
-    hook = model[0].weight.register_hook(lambda g: g * torch.inf)
-    train(model, optimizer, 2, scaler)
+
+    overflowing = torch.amp.GradScaler("cpu", init_scale=1e38, growth_interval=100)
+    hook = model[0].weight.register_hook(lambda grad: grad * torch.inf)
+    train_scaled(model, optimizer, 2, overflowing)
     hook.remove()
-    train(model, optimizer, 3, torch.amp.GradScaler("cpu", init_scale=2.0))
+    train_scaled(model, optimizer, 3, torch.amp.GradScaler("cpu", init_scale=2.0))
+
     assert tracker.history.steps.tolist() == [1, 2, 3]
 
 
 def test_closing_removes_the_hook() -> None:
     model = network()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     tracker = gp.watch(model, optimizer, example_inputs=PROBE)
     train(model, optimizer, 2)
+
     tracker.close()
     train(model, optimizer, 2)
+
     assert tracker.history.steps.tolist() == [1, 2]
     assert not optimizer._optimizer_step_post_hooks
 
 
+def pickle_and_load(models: Any) -> Any:
+    return pickle.loads(pickle.dumps(models))
+
+
 @pytest.mark.parametrize("make_optimizer", [adam, geometric])
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickle_and_load])
 def test_a_copy_of_the_optimizer_is_not_watched(
     make_optimizer: Callable[[nn.Module], optim.Optimizer], make_copy: Callable[[Any], Any]
 ) -> None:
     model = network()
     optimizer = make_optimizer(model)
     tracker = gp.watch(model, optimizer, example_inputs=PROBE)
-    twin, other = make_copy((model, optimizer))
-    train(twin, other, 1)
+
+    copied_model, copied_optimizer = make_copy((model, optimizer))
+    train(copied_model, copied_optimizer, 1)
     train(model, optimizer, 2)
+
     assert tracker.history.steps.tolist() == [1, 2]
 
 
 def test_only_an_optimizer_can_be_watched() -> None:
     model = network()
+
     with pytest.raises(ValueError, match="watch needs the optimizer that steps the model; got "):
         gp.watch(model, model.parameters())  # type: ignore[arg-type]
 
@@ -203,28 +250,30 @@ def test_only_an_optimizer_can_be_watched() -> None:
 def test_an_optimizer_that_accelerate_wrapped_is_watched() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = network()
-    wrapped = accelerate.Accelerator(cpu=True).prepare(optim.SGD(model.parameters(), lr=0.1))
-    tracker = gp.watch(model, wrapped, example_inputs=PROBE)
-    train(model, wrapped, 2)
+    optimizer = accelerate.Accelerator(cpu=True).prepare(sgd(model))
+    tracker = gp.watch(model, optimizer, example_inputs=PROBE)
+
+    train(model, optimizer, 2)
+
     assert tracker.history.steps.tolist() == [1, 2]
 
 
 def test_an_optimizer_of_another_model_is_warned_of() -> None:
-    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = sgd(network())
+
     with pytest.warns(UserWarning, match="has none of the model's parameters"):
-        gp.watch(model, optimizer)
+        gp.watch(network(), optimizer)
 
 
 def test_a_heatmap_without_records_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    tracker = gp.BoundaryTracker(model, probe=torch.ones(4, 2))
+    tracker = gp.BoundaryTracker(network(), probe=PROBE)
+
     with pytest.raises(ValueError, match="no records"):
         tracker.history.heatmap("dead")
 
 
 class Unreachable(Run):
-    """Takes nothing in the second step."""
+    """Cannot be reached in the second step."""
 
     tracker: gp.BoundaryTracker
 
@@ -235,16 +284,20 @@ class Unreachable(Run):
 
 
 def test_what_a_log_did_not_take_is_sent_with_the_next_record() -> None:
-    model, log = network(), Unreachable()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    log.tracker = tracker = gp.watch(model, optimizer, log=log, example_inputs=PROBE)
+    model = network()
+    optimizer = sgd(model)
+    log = Unreachable()
+    log.tracker = gp.watch(model, optimizer, log=log, example_inputs=PROBE)
+
     train(model, optimizer, 1)
     with pytest.raises(OSError, match="no network"):
         train(model, optimizer, 1)
-    assert tracker.history.steps.tolist() == [1, 2]
     train(model, optimizer, 1)
-    values = [log.scalars[step, "rotation_rms/0"] for step in (1, 2, 3)]
-    np.testing.assert_array_equal(values, tracker.history["0"]["rotation_rms"])
+
+    history = log.tracker.history
+    assert history.steps.tolist() == [1, 2, 3]
+    logged = [log.scalars[step, "rotation_rms/0"] for step in (1, 2, 3)]
+    assert_array_equal(logged, history["0"]["rotation_rms"])
 
 
 def test_other_processes_leave_the_log_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +305,24 @@ def test_other_processes_leave_the_log_to_the_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     log = Run()
     tracker = gp.BoundaryTracker(network(), probe=PROBE, log=log)
+
     tracker.step()
+
     assert not log.scalars
 
 
-def test_plots_are_of_the_summary_and_of_the_layers_that_are_named() -> None:
+def test_a_plot_has_the_layers_that_are_named() -> None:
+    pytest.importorskip("matplotlib")
+    history = watch_run(probe=PROBE).history
+
+    lines = history.plot("dead", layers="0").lines
+
+    assert [line.get_label() for line in lines] == ["0"]
+
+
+def test_quantities_of_units_cannot_be_plotted() -> None:
     pytest.importorskip("matplotlib")
     history = watch_run(keep="full", probe=PROBE).history
-    lines = history.plot("dead", layers="0").lines
-    assert [line.get_label() for line in lines] == ["0"]
+
     with pytest.raises(ValueError, match="no quantity 'rotation'; there are: rotation_max"):
         history.plot("rotation")

@@ -5,11 +5,13 @@ in `make test-compile`, which compiles anew.
 """
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 from geoparam import GmPConv2d, GmPLinear, functional
 
@@ -25,23 +27,35 @@ def network(coordinates: str = "angles", natural: bool = False) -> nn.Module:
     )
 
 
-def check_training_steps(model: nn.Module, autocast: bool = False) -> None:
+def run_and_differentiate(model: nn.Module, x: Tensor, autocast: bool) -> Tensor:
+    """Return the output; gradients of its squares are added to those of the parameters."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(x)
+    output.float().square().sum().backward()
+    return output
+
+
+def assert_equal_training(model: nn.Module, autocast: bool = False) -> None:
     """A compiled copy gives the outputs, gradients and running means of the eager model."""
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, fullgraph=True)
+    copied = copy.deepcopy(model)
+    compiled = torch.compile(copied, fullgraph=True)
+    tolerance = 0.05 if autocast else 1e-4
+    buffer_rtol = 1e-2 if autocast else 1e-4
+
     for _ in range(2):
         x = torch.randn(4, 3, 6, 6)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            expected, out = model(x), compiled(x)
-        tolerance = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 1e-4, "rtol": 1e-4}
-        torch.testing.assert_close(out, expected, **tolerance)
-        expected.float().square().sum().backward()
-        out.float().square().sum().backward()
+        expected = run_and_differentiate(model, x, autocast)
+        output = run_and_differentiate(compiled, x, autocast)
+        assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
     scale = max(p.grad.abs().max() for p in model.parameters())  # IMN cancels some of them
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(theirs.grad / scale, ours.grad / scale, **tolerance)
-    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-2 if autocast else 1e-4)
+    gradients = [p.grad / scale for p in copied.parameters()]
+    expected_gradients = [p.grad / scale for p in model.parameters()]
+    assert_close(gradients, expected_gradients, atol=tolerance, rtol=tolerance)
+
+    buffers = dict(copied.named_buffers())
+    expected_buffers = dict(model.named_buffers())
+    assert_close(buffers, expected_buffers, atol=1e-4, rtol=buffer_rtol)
 
 
 @pytest.mark.parametrize(
@@ -54,50 +68,76 @@ def check_training_steps(model: nn.Module, autocast: bool = False) -> None:
         pytest.param("intrinsic", False, True, marks=slow),
     ],
 )
-def test_fullgraph_training(coordinates: str, natural: bool, autocast: bool) -> None:
-    check_training_steps(network(coordinates, natural), autocast)
+def test_training_is_compiled_as_one_graph(
+    coordinates: str, natural: bool, autocast: bool
+) -> None:
+    assert_equal_training(network(coordinates, natural), autocast)
 
 
 @slow
-def test_dynamic_batch_size() -> None:
-    layer = GmPLinear(6, 4, activation=torch.relu, input_norm=True)
-    compiled = torch.compile(layer.eval(), fullgraph=True, dynamic=True)
+def test_the_batch_size_may_be_dynamic() -> None:
+    layer = GmPLinear(6, 4, activation=torch.relu, input_norm=True).eval()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
     for batch in (2, 5, 9):
         x = torch.randn(batch, 6)
-        torch.testing.assert_close(compiled(x), layer(x))
+        assert_close(compiled(x), layer(x))
 
 
-def test_compiled_forward_mode() -> None:
-    latitude, r, step = torch.randn(3, 5), torch.randn(3), torch.randn(3, 5)
-    call = lambda a, v: torch.func.jvp(lambda a: functional.weight(a, r), (a,), (v,))[1]  # noqa: E731
-    found = torch.compile(call, fullgraph=True, backend="aot_eager")(latitude, step)
-    torch.testing.assert_close(found, call(latitude, step))
-    assert found.abs().max() > 0
+def test_forward_mode_differentiation_is_compiled() -> None:
+    latitude = torch.randn(3, 5)
+    step = torch.randn(3, 5)
+    r = torch.randn(3)
+
+    def change_along(latitude: Tensor, step: Tensor) -> Tensor:
+        _, change = torch.func.jvp(lambda a: functional.weight(a, r), (latitude,), (step,))
+        return change
+
+    compiled = torch.compile(change_along, fullgraph=True, backend="aot_eager")
+    change = compiled(latitude, step)
+
+    assert_close(change, change_along(latitude, step))
+    assert change.abs().max() > 0
+
+
+def sum_of_sines(latitude: Tensor, r: Tensor) -> Tensor:
+    return functional.weight(latitude, r).sin().sum()
 
 
 @slow
-@pytest.mark.parametrize("transform", [lambda function: function, torch.func.grad])
-def test_compiled_ensembles_and_per_sample_gradients(transform: Any) -> None:
-    latitude, r = torch.randn(4, 3, 5), torch.randn(4, 3)
-    call = torch.vmap(transform(lambda a, s: functional.weight(a, s).sin().sum()))
-    torch.testing.assert_close(torch.compile(call)(latitude, r), call(latitude, r))
+@pytest.mark.parametrize(
+    "function", [sum_of_sines, torch.func.grad(sum_of_sines)], ids=["ensemble", "gradients"]
+)
+def test_vmap_over_models_or_samples_is_compiled(function: Callable) -> None:
+    latitude = torch.randn(4, 3, 5)
+    r = torch.randn(4, 3)
+    mapped = torch.vmap(function)
+
+    compiled = torch.compile(mapped)
+
+    assert_close(compiled(latitude, r), mapped(latitude, r))
 
 
 def test_export_keeps_the_op() -> None:
     model = network().eval()
     x = torch.randn(2, 3, 6, 6)
+
     program = torch.export.export(model, (x,))
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert sum("geoparam.weight" in target for target in targets) == 3
-    torch.testing.assert_close(program.module()(x), model(x))
+
+    ops = [str(node.target) for node in program.graph.nodes]
+    assert sum("geoparam.weight" in op for op in ops) == 3
+    assert_close(program.module()(x), model(x))
 
 
 @slow
-def test_aot_inductor(tmp_path) -> None:  # noqa: ANN001
+def test_a_package_of_aot_inductor_computes_the_same(tmp_path: Path) -> None:
     model = network().eval()
     x = torch.randn(2, 3, 6, 6)
+    program = torch.export.export(model, (x,))
+
     package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(model, (x,)), package_path=str(tmp_path / "model.pt2")
+        program, package_path=str(tmp_path / "model.pt2")
     )
+
     loaded = torch._inductor.aoti_load_package(package)
-    torch.testing.assert_close(loaded(x), model(x), atol=1e-5, rtol=1e-4)
+    assert_close(loaded(x), model(x), atol=1e-5, rtol=1e-4)

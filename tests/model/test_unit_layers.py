@@ -1,11 +1,13 @@
 """One table tells the optimizer, conversion and analysis where a layer's units are."""
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
 import geoparam as gp
@@ -29,17 +31,32 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_all_three_read_the_same_rows(name: str) -> None:
-    model = nn.ModuleDict({"layer": LAYERS[name]()})
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_optimizer_conversion_and_analysis_read_the_same_rows(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = nn.ModuleDict({"layer": make()})
+
     by_optimizer = next(find_unit_weights(model))
     by_conversion = find_candidates(model)["layer"]
+    by_analysis = read_rows(model["layer"])
+
     rows = by_optimizer.layout.to_rows(by_optimizer.weight)
-    assert list(find_unit_layers(model))[0] == by_optimizer.layer == by_conversion.name
     assert torch.equal(by_conversion.read()[0].flatten(1), rows)
-    read = read_rows(model["layer"])
-    assert torch.equal(read.rows, rows)
-    assert read.terms["offset"] is by_optimizer.bias
+    assert torch.equal(by_analysis.rows, rows)
+    assert by_analysis.terms["offset"] is by_optimizer.bias
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_optimizer_conversion_and_analysis_name_a_layer_alike(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = nn.ModuleDict({"layer": make()})
+
+    name = next(find_unit_weights(model)).layer
+
+    assert find_candidates(model)["layer"].name == name
+    assert list(find_unit_layers(model))[0] == name
 
 
 class Scaled(nn.Module):
@@ -54,7 +71,9 @@ class Scaled(nn.Module):
         return x @ self.matrix + self.shift
 
 
-def test_a_new_type_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def model_of_a_new_type(monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
+    """Describe Scaled by one entry, and return a model with such a layer."""
     describe = unit_layers.describe
 
     def describe_more(module: nn.Module, name: str = "") -> Iterator[Entry]:
@@ -63,23 +82,46 @@ def test_a_new_type_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from describe(module, name)
 
     monkeypatch.setattr(unit_layers, "describe", describe_more)
-    model = nn.Sequential(Scaled(), nn.Linear(5, 1))
-    layer = model[0]
-    optimizer = gp.GeometricOptimizer(model, torch.optim.SGD, lr=0.1)
+    return nn.Sequential(Scaled(), nn.Linear(5, 1))
+
+
+def test_the_optimizer_knows_a_new_type_by_one_entry(model_of_a_new_type: nn.Sequential) -> None:
+    optimizer = gp.GeometricOptimizer(model_of_a_new_type, torch.optim.SGD, lr=0.1)
+
     assert "0.matrix" in str(optimizer)
-    directions = boundaries(model)["0.matrix"].direction
-    expected = nn.functional.normalize(layer.matrix.detach().t().double())
-    torch.testing.assert_close(directions, expected)
 
 
-def test_our_layers_describe_themselves() -> None:
-    inside, outside = gp.GmPLinear(4, 6), gp.GmPLinear(4, 6, activation=torch.relu)
-    assert read_rows(inside).terms == {"gain": inside.r, "offset": inside.lam}
-    assert read_rows(outside).terms == {"outer": outside.r, "offset": outside.lam}
-    for layer in (inside, outside):
-        torch.testing.assert_close(read_rows(layer).rows, layer.direction)
-    centred = gp.InputMeanLinear(4, 6)
-    assert read_rows(centred).rows is centred.weight
+def test_analysis_knows_a_new_type_by_one_entry(model_of_a_new_type: nn.Sequential) -> None:
+    matrix = model_of_a_new_type[0].matrix
+
+    directions = boundaries(model_of_a_new_type)["0.matrix"].direction
+
+    expected = nn.functional.normalize(matrix.detach().t().double())
+    assert_close(directions, expected)
+
+
+def test_a_layer_with_r_inside_reads_it_as_the_gain() -> None:
+    layer = gp.GmPLinear(4, 6)
+
+    unit_rows = read_rows(layer)
+
+    assert unit_rows.terms == {"gain": layer.r, "offset": layer.lam}
+    assert_close(unit_rows.rows, layer.direction)
+
+
+def test_a_layer_with_r_outside_reads_it_as_the_outer_factor() -> None:
+    layer = gp.GmPLinear(4, 6, activation=torch.relu)
+
+    unit_rows = read_rows(layer)
+
+    assert unit_rows.terms == {"outer": layer.r, "offset": layer.lam}
+    assert_close(unit_rows.rows, layer.direction)
+
+
+def test_an_input_mean_layer_reads_its_weight() -> None:
+    layer = gp.InputMeanLinear(4, 6)
+
+    assert read_rows(layer).rows is layer.weight
 
 
 class Doubled(nn.Linear):
@@ -98,8 +140,9 @@ def test_other_modules_have_no_units_that_can_be_read(module: nn.Module) -> None
 
 def test_reading_takes_no_step_of_a_power_iteration() -> None:
     layer = spectral_norm(nn.Linear(4, 6)).train()
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    before = copy.deepcopy(layer.state_dict())
+
     read_rows(layer)
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name
+
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
     assert all(module.training for module in layer.modules())

@@ -25,7 +25,8 @@ from zoo import timm, torchvision
 
 import geoparam as gp
 
-IMAGE, CLIP = (3, 64, 64), (3, 4, 32, 32)
+IMAGE = (3, 64, 64)
+CLIP = (3, 4, 32, 32)
 UNTRAINED = {"weights": None, "weights_backbone": None}
 
 
@@ -68,10 +69,11 @@ CASES = {
     "timm_repvgg": Case(timm("repvgg_a0"), 61, 17),
     "timm_regnetx_features": Case(timm("regnetx_002", features_only=True), 44, slow=False),
 }
-cases = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if c.slow else []) for name, c in CASES.items()],
-)
+
+
+def mark_slow(name: str) -> Any:
+    marks = [pytest.mark.slow] if CASES[name].slow else []
+    return pytest.param(name, marks=marks)
 
 
 @lru_cache(maxsize=1)  # the choices of one network run one after the other
@@ -82,12 +84,15 @@ def prepare(name: str) -> nn.Module:
 
 
 @choices
-@cases
+@pytest.mark.parametrize("name", [mark_slow(name) for name in CASES])
 def test_equal_in_evaluation_and_after_folding_back(name: str, choice: str) -> None:
-    original, case = prepare(name), CASES[name]
+    case = CASES[name]
+    original = prepare(name)
     x = torch.randn(2, *case.shape, generator=torch.Generator().manual_seed(1))
+
     model = remove_batchnorm(copy.deepcopy(original), choice, x)
-    assert (len(batch_norms(original)), len(batch_norms(model))) == (case.norms, case.kept)
+    assert len(batch_norms(original)) == case.norms
+    assert len(batch_norms(model)) == case.kept
     assert gp.verify(original, model, x) < 1e-5
 
     restored = gp.fold_(model, restore_norm=True)
@@ -97,6 +102,7 @@ def test_equal_in_evaluation_and_after_folding_back(name: str, choice: str) -> N
 
 
 def take_two_steps(model: nn.Module, choice: str, compute_loss: Callable[[], Tensor]) -> None:
+    """Train, and check that losses and parameters are finite."""
     model.train()
     optimizer = build_optimizer(model, choice)
     for _ in range(2):
@@ -108,28 +114,52 @@ def take_two_steps(model: nn.Module, choice: str, compute_loss: Callable[[], Ten
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.slow
-@choices
-def test_a_detector_trains_with_a_converted_backbone(choice: str) -> None:
+def build_detector() -> Any:
+    """Return a small detector; the BatchNorms of its backbone have seen images."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {**UNTRAINED, "min_size": 64, "max_size": 96, "num_classes": 5}
-    model: Any = torchvision("detection.fasterrcnn_resnet50_fpn", **options)()
-    show_batches(model.backbone, (2, *IMAGE))
-    original, x = copy.deepcopy(model.backbone), torch.randn(2, *IMAGE)
-    remove_batchnorm(model.backbone, choice, x)
-    assert not batch_norms(model)
-    assert gp.verify(original, model.backbone, x) < 1e-5
+    build = torchvision(
+        "detection.fasterrcnn_resnet50_fpn",
+        min_size=64,
+        max_size=96,
+        num_classes=5,
+        **UNTRAINED,
+    )
+    detector: Any = build()
+    show_batches(detector.backbone, (2, *IMAGE))
+    return detector
 
+
+def draw_images() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Return two images of different sizes and their targets, one box each."""
     images = [torch.rand(3, 64, 80), torch.rand(3, 72, 64)]
     boxes = torch.tensor([[5.0, 5.0, 40.0, 40.0]])
     targets = [{"boxes": boxes, "labels": torch.tensor([label])} for label in (1, 2)]
-    take_two_steps(model, choice, lambda: sum(model(images, targets).values()))
-    with torch.no_grad():
-        detections = model.eval()(images)
-        gp.fold_(model, restore_norm=True)
-        folded = model(images)
-    assert [len(d["boxes"]) for d in detections] == [len(d["boxes"]) for d in folded]
-    original.load_state_dict(model.backbone.state_dict())
+    return images, targets
+
+
+@torch.no_grad()
+def count_detections(detector: nn.Module, images: list[Tensor]) -> list[int]:
+    return [len(detection["boxes"]) for detection in detector.eval()(images)]
+
+
+@pytest.mark.slow
+@choices
+def test_a_detector_trains_with_a_converted_backbone(choice: str) -> None:
+    detector = build_detector()
+    original = copy.deepcopy(detector.backbone)
+    x = torch.randn(2, *IMAGE)
+
+    remove_batchnorm(detector.backbone, choice, x)
+    assert not batch_norms(detector)
+    assert gp.verify(original, detector.backbone, x) < 1e-5
+
+    images, targets = draw_images()
+    take_two_steps(detector, choice, lambda: sum(detector(images, targets).values()))
+
+    detections = count_detections(detector, images)
+    gp.fold_(detector, restore_norm=True)
+    assert count_detections(detector, images) == detections
+    original.load_state_dict(detector.backbone.state_dict())
 
 
 @pytest.mark.slow
@@ -139,6 +169,8 @@ def test_a_video_network_trains(choice: str) -> None:
     clips = torch.randn(2, *CLIP)
     model = remove_batchnorm(copy.deepcopy(original), choice, clips)
     assert not batch_norms(model)
+
     take_two_steps(model, choice, lambda: loss_of(model(clips)))
+
     restored = gp.fold_(copy.deepcopy(model), restore_norm=True)
     assert gp.verify(model, restored, clips) < 1e-5
