@@ -9,6 +9,7 @@ All values come near 1 if they start in (0, 1], so that matrices are divided by 
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,29 +41,30 @@ def orthogonalise_all(
     Matrices of equal shape share their calls, and have the same scale. Tiny ones with an equal
     short side share them too: shorter ones are padded with columns of zeros, which stay zero.
     """
-    batches = defaultdict[object, dict[torch.Size, list[int]]](dict)
+    alike = defaultdict[Any, list[int]](list)
     for i, matrix in enumerate(matrices):
-        is_tiny = matrix.numel() <= _TINY.get(matrix.device.type, 0)
-        shared = min(matrix.shape) if is_tiny else matrix.shape
-        key = shared, matrix.device, matrix.dtype
-        batches[key].setdefault(matrix.shape, []).append(i)
+        alike[matrix.shape, matrix.device, matrix.dtype].append(i)
+    batches = defaultdict[Any, list[list[int]]](list)
+    for (shape, device, dtype), members in alike.items():
+        is_tiny = shape.numel() <= _TINY.get(device.type, 0)
+        batches[min(shape) if is_tiny else shape, device, dtype].append(members)
 
     results = list(matrices)
     for batch in batches.values():
-        stacks = [_prepare([matrices[i] for i in members], eps) for members in batch.values()]
+        stacks = [_prepare([matrices[i] for i in members], eps) for members in batch]
         if len(stacks) > 1:
             stacks = _iterate(_join(stacks), coefficients).split([len(x) for x in stacks])
         else:
             stacks = [_iterate(stacks[0], coefficients)]
 
-        for (shape, members), x in zip(batch.items(), stacks, strict=True):
-            if x.shape[1:] != shape:  # it was joined with others
-                x = x[:, :, : max(shape)]
-                x = x.mT if shape[0] > shape[1] else x
-            first = members[0]
+        for members, x in zip(batch, stacks, strict=True):
+            first = matrices[members[0]]
+            if x.shape[1:] != first.shape:  # it was joined with others
+                x = x[:, :, : max(first.shape)]
+                x = x.mT if first.shape[0] > first.shape[1] else x
             # One pass scales and leaves bfloat16: a tensor with dimensions decides the type.
-            scale = matrices[first].new_ones(1, 1, 1) * scales[first]
-            x = torch.mul(x, scale).contiguous().to(scale.dtype)
+            scale = first.new_ones(1, 1, 1) * scales[members[0]]
+            x = torch.mul(x, scale).contiguous().to(first.dtype)
             for i, result in zip(members, x.unbind(), strict=True):
                 results[i] = result
     return results

@@ -59,6 +59,7 @@ class Weight:
         self.target = find_master(param, self.state)
         self.rows = self.target.numel() // unit.fan_in
         self.is_direct = self._find_whether_direct()
+        self.matrix = self.view(self.target) if self.is_direct else None
 
     def _find_whether_direct(self) -> bool:
         axes, shape, strides = self.unit.layout.axes, self.target.shape, self.target.stride()
@@ -75,6 +76,10 @@ class Weight:
         if self.is_direct:
             return x.as_strided((self.rows, self.unit.fan_in), (self.unit.fan_in, 1))
         return self.unit.layout.view(x)
+
+    def read(self) -> Tensor:
+        """Return the target's rows as a matrix: a view where they are direct, else a copy."""
+        return self.to_matrix(self.target) if self.matrix is None else self.matrix
 
     def to_matrix(self, x: Tensor) -> Tensor:
         """Return a tensor of the target's shape as rows, in the order they are stepped in."""
@@ -198,7 +203,7 @@ class Block:
             return
         norms = []
         for weight in self.weights:
-            rows = weight.to_matrix(weight.target).double()  # their squares fit
+            rows = weight.read().double()  # their squares fit
             norms.append(torch.linalg.vector_norm(rows, dim=1))
         r = torch.cat(norms)
 
@@ -345,7 +350,7 @@ class Block:
 
     def _read_directions(self) -> None:
         """Find r, and the gradients of the increments and of r."""
-        self.w = [weight.to_matrix(weight.target) for weight in self.weights]
+        self.w = [weight.read() for weight in self.weights]
         self.g = [weight.to_matrix(weight.find_gradient()) for weight in self.weights]
         projected = self.rows.project(self.w, self.g, self.grad_d, self.lengths, self.stored_r)
         self.r_before, grad_r, self.size_g = projected
