@@ -20,10 +20,15 @@ def find_embeddings(model: nn.Module) -> list[Tensor]:
 
 
 def is_router(model: nn.Module, layer: str) -> bool:
-    """Return whether a layer chooses among experts, by its name and its neighbours."""
+    """Return whether a layer chooses among experts: by its name, what it is in, its neighbours."""
     path, _, name = layer.rpartition(".")
-    if type(model.get_submodule(layer)).__name__.endswith("Router"):
-        return True
+    parts = layer.split(".")
+    for i, part in enumerate(parts, start=1):
+        module = model.get_submodule(".".join(parts[:i]))
+        is_named_so = part == "router" or type(module).__name__.endswith("Router")
+        if is_named_so and not hasattr(module, "experts"):
+            return True
+
     parent = model.get_submodule(path)
     has_stack = any(p is not None and p.ndim == 3 for p in parent._parameters.values())
     return name in ("gate", "router") and (hasattr(parent, "experts") or has_stack)

@@ -49,6 +49,7 @@ FUNCTIONS = {
     "tensordot": None,
 }
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' expert modules
+LLAMA4_EXPERTS = "Llama4TextExperts"  # the one without transformers' marks
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,15 @@ def describe(module: nn.Module, name: str = "") -> Iterator[Entry]:
     elif hasattr(module, "is_transposed") and hasattr(module, "is_concatenated"):
         # transformers marks its expert modules so.
         layout = Layout("eio" if module.is_transposed else "eoi")
-        for key in EXPERT_WEIGHTS:
-            is_packed = key == "gate_up_proj" and bool(module.is_concatenated)
-            yield Entry(key, f"{key}_bias", layout, 2 if is_packed else 1)
+        yield from _describe_experts(layout, bool(module.is_concatenated))
+    elif type(module).__name__ == LLAMA4_EXPERTS:
+        yield from _describe_experts(Layout("eio"), is_concatenated=True)
+
+
+def _describe_experts(layout: Layout, is_concatenated: bool) -> Iterator[Entry]:
+    for key in EXPERT_WEIGHTS:
+        is_packed = key == "gate_up_proj" and is_concatenated
+        yield Entry(key, f"{key}_bias", layout, 2 if is_packed else 1)
 
 
 def find_affine(module: nn.Module) -> Entry | None:
@@ -255,6 +262,17 @@ def find_custom_layers(model: nn.Module) -> list[str]:
         is_subclass = isinstance(module, PLAIN_LAYERS) and not isinstance(module, INSIDE_ATTENTION)
         if is_subclass and not hasattr(module, "read_units") and find_affine(module) is None:
             names.append(f"{strip_wrappers(name)!r} ({type(module).__name__})")
+    return names
+
+
+def find_stacked_layers(model: nn.Module) -> list[str]:
+    """Return the stacked experts of a model, by name."""
+    names = []
+    for name, module in model.named_modules():
+        for entry in describe(module, name):
+            is_stacked = "e" in entry.layout.axes
+            if is_stacked and module._parameters.get(entry.key) is not None:
+                names.append(strip_wrappers(entry.name(name)))
     return names
 
 

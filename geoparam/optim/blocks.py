@@ -221,6 +221,7 @@ class Block:
             _check_rows(weight, is_full)
             weight.state["r"] = weight.shard(first_r)
             weight.state["length"] = length
+            weight.state["parts"] = torch.tensor(weight.unit.parts, device=length.device)
             weight.state["fan_in"] = weight.unit.fan_in
             weight.state["is_fixed"] = int(weight.unit.is_fixed)
 

@@ -24,7 +24,13 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import Unit, find_units, format_table, tell_of_packed
+from geoparam.optim.units import (
+    Unit,
+    find_units,
+    format_table,
+    tell_of_packed,
+    tell_of_stacks,
+)
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -151,6 +157,10 @@ class GeometricOptimizer(Optimizer):
             self._question_habits(turn, float(lr))
             if split is None:
                 tell_of_packed(self._units)
+            if stacks is None:
+                tell_of_stacks(self._plain)
+            if not any(params[unit.name].requires_grad for unit in self._units):
+                warn_user("turn is given, but all layers with units are frozen: nothing turns.")
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
         unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
@@ -426,6 +436,8 @@ class GeometricOptimizer(Optimizer):
         saved_states.check_form(state_dict)
         self._fit_units()
         states = saved_states.find_states(self.param_groups, state_dict, self._units)
+        if not self._guesses_scale:
+            saved_states.check_scales(self._units, states)
 
         groups = []
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):

@@ -5,6 +5,8 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
+from torch import Tensor
+
 from geoparam.arguments import warn_user
 from geoparam.model.run import strip_wrappers
 from geoparam.optim.units import Unit
@@ -46,9 +48,13 @@ def find_states(
         _check_settings(i, mine, theirs)
 
     states = {}
+    unit_names = {unit.name for unit in units}
     for mine, theirs in zip(groups, saved, strict=True):
+        params = dict(zip(mine["param_names"], mine["params"], strict=True))
         for name, key in _pair_names(mine, theirs):
             states[name] = state_dict["state"].get(key, {})
+            if name not in unit_names:
+                _check_shapes(name, params[name], states[name])
     for unit in units:
         if states.get(unit.name):
             check_size(unit, states[unit.name])
@@ -114,6 +120,34 @@ def check_size(unit: Unit, state: Group) -> None:
             f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Is the state "
             "another model's? Otherwise delete this weight's state to let it start anew."
         )
+    if "parts" in state and state["parts"].tolist() != list(unit.parts):
+        raise ValueError(
+            f"the state of {unit.name!r} is divided into {state['parts'].tolist()} rows; this "
+            f"optimizer divides it into {list(unit.parts)}. Give the same split=."
+        )
+
+
+def _check_shapes(name: str, p: Any, state: Group) -> None:
+    """Raise where what is kept for each element of a parameter has another shape."""
+    for key, entry in state.items():
+        is_per_element = isinstance(entry, Tensor) and entry.ndim and "/" not in key
+        if is_per_element and entry.shape != p.shape:
+            raise ValueError(
+                f"the state of {name!r} has {key} of shape {tuple(entry.shape)}; the parameter's "
+                f"is {tuple(p.shape)}. Is the state another model's?"
+            )
+
+
+def check_scales(units: Sequence[Unit], states: Mapping[str, Group]) -> None:
+    """Raise where r was fixed and is to be free, or the reverse."""
+    words = {True: "fixed", False: "free"}
+    for unit in units:
+        was_fixed = states.get(unit.name, {}).get("is_fixed")
+        if was_fixed is not None and bool(was_fixed) != unit.is_fixed:
+            raise ValueError(
+                f"in the state r of {unit.name!r} is {words[bool(was_fixed)]}; this optimizer's "
+                f"is {words[unit.is_fixed]}. Build it with the same scale=, or with 'auto'."
+            )
 
 
 def tell_of_other_angle(mine: Group, theirs: Group) -> None:

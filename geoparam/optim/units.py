@@ -24,6 +24,8 @@ from geoparam.model.trace import Filter, trace
 from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
 from geoparam.storage import list_few
 
+MAYBE_EXPERTS = "not in a known layer; experts? Then give stacks="
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -117,7 +119,7 @@ def _describe_owner(model: nn.Module, name: str) -> str:
         return "a router"
     p = model.get_parameter(name)
     if p.ndim == 3 and len(p) > 1:
-        return "not in a known layer; experts? Then give stacks="
+        return MAYBE_EXPERTS
     return "not in a known layer"
 
 
@@ -233,6 +235,19 @@ def _looks_packed(unit: Unit) -> bool:
     return has_name and len(unit.parts) == 1 and unit.rows == 3 * unit.fan_in
 
 
+def tell_of_stacks(plain: Mapping[str, str]) -> None:
+    """Warn of 3-D parameters that stay plain, though they may be experts."""
+    names = [name for name, reason in plain.items() if reason == MAYBE_EXPERTS]
+    if names:
+        ends = sorted({".".join(name.split(".")[-2:]) for name in names})
+        stacks = ", ".join(f"{end!r}: 'eoi'" for end in ends)
+        warn_user(
+            f"{list_few(names, most=2)} have three dimensions and do not turn. If they are "
+            f"experts, give stacks={{{stacks}}}, or 'eio' where inputs come before outputs; "
+            "stacks={} if they are not."
+        )
+
+
 def tell_of_packed(units: Sequence[Unit]) -> None:
     """Warn of q, k and v that would share one angle."""
     names = [unit.name.removesuffix(".weight") for unit in units if _looks_packed(unit)]
@@ -241,6 +256,7 @@ def tell_of_packed(units: Sequence[Unit]) -> None:
         split = ", ".join(f"{end!r}: 3" for end in ends)
         warn_user(
             f"{list_few(names, most=2)} look like q, k and v in one matrix, which would share an "
-            f"angle: one of the three may turn ten times as far as another. Give "
-            f"split={{{split}}}, or split={{}} if each is one layer."
+            f"angle: one of the three may turn ten times as far as another. If their rows follow "
+            f"each other, give split={{{split}}}; split={{}} if each is one layer, or heads "
+            "alternate."
         )

@@ -282,6 +282,28 @@ def test_a_layer_that_computes_something_else_is_left_out() -> None:
     assert list(found) == ["2"]
 
 
+class StackedExperts(nn.Module):
+    """One expert, with the marks of transformers' modules of stacked experts."""
+
+    is_transposed, is_concatenated = False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(1, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.down_proj[0].T
+
+
+def test_stacked_experts_are_left_out_with_a_warning() -> None:
+    model = nn.Sequential(StackedExperts(), nn.ReLU(), nn.Linear(4, 2))
+
+    with pytest.warns(UserWarning, match="0.down_proj: units of stacked experts"):
+        found = boundaries(model, torch.zeros(1, 3))
+
+    assert list(found) == ["2"]
+
+
 def test_relu_is_assumed_where_one_layer_is_given_alone() -> None:
     layer = nn.Linear(3, 4)
 

@@ -313,6 +313,46 @@ def test_a_router_in_the_module_of_a_stack_stays_plain() -> None:
     assert find_table(build(model, stacks={"w1": "ieo"}))["0.gate.weight"] == "a router"
 
 
+class TopTwoRouter(nn.Module):
+    """As in Switch Transformers: the router is a module around its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize("name, router", [("router", nn.ModuleDict({"layer": nn.Linear(6, 3)})),
+                                          ("gating", TopTwoRouter())])  # fmt: skip
+def test_the_layers_inside_a_router_stay_plain(name: str, router: nn.Module) -> None:
+    block = nn.ModuleDict({name: router, "up": nn.Linear(6, 8)})
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(8, 3)})
+
+    table = find_table(build(model))
+
+    [layer] = dict(router.named_children())
+    assert table[f"block.{name}.{layer}.weight"] == "a router"
+    assert table["block.up.weight"].startswith("8 6")
+
+
+class Llama4TextExperts(nn.Module):
+    """Parameters of transformers' module of this name, which has no marks of its layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 6, 16))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 6))
+
+
+def test_the_experts_of_llama_4_are_units() -> None:
+    model = nn.ModuleDict({"experts": Llama4TextExperts(), "head": nn.Linear(6, 3)})
+
+    table = find_table(build(model))
+
+    assert table["experts.gate_up_proj"].startswith("48 6")
+    assert table["experts.gate_up_proj"].endswith("free; 6 layers")
+    assert table["experts.down_proj"].startswith("18 8")
+
+
 def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
     model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
     assert find_table(build(model))["qkv.weight"].endswith("q, k, v in one? Then give split=")
@@ -321,9 +361,7 @@ def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
 
 def test_a_projection_that_looks_packed_is_warned_of_where_units_turn() -> None:
     model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
-    with pytest.warns(
-        UserWarning, match="qkv look like q, k and v .* split={'qkv': 3}, or split={}"
-    ):
+    with pytest.warns(UserWarning, match="qkv look like q, k and v .* split={'qkv': 3}; split={}"):
         build(model, turn=2.0)
     build(model, turn=2.0, split={})
     build(model, turn=2.0, split={"qkv": 3})
@@ -338,6 +376,13 @@ def test_a_misspelt_part_is_told_the_layer_that_comes_near() -> None:
 def test_a_stack_that_nobody_named_stays_plain() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     assert find_table(build(model))["0.w1"].startswith("not in a known layer; experts?")
+
+
+def test_a_stack_that_nobody_named_is_warned_of_where_units_turn() -> None:
+    model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match="0.w1 have three dimensions .* stacks={'0.w1': 'eoi'}"):
+        build(model, turn=2.0)
+    build(model, turn=2.0, stacks={})
 
 
 @both_coordinates

@@ -114,7 +114,8 @@ def test_groups_and_states_hold_plain_keys_and_values() -> None:
     assert expected.items() <= units.items()
     expected = {"role": "rest", "rest": "SGD", "lr_ratio": 1.0, "scale_ratio": 1.0}
     assert expected.items() <= rest.items()
-    keys = {"r", "length", "fan_in", "is_fixed", "r/momentum_buffer", "direction/momentum_buffer"}
+    keys = {"r", "length", "parts", "fan_in", "is_fixed"}
+    keys |= {"r/momentum_buffer", "direction/momentum_buffer"}
     assert set(state["state"][0]) == keys
 
 
@@ -289,6 +290,39 @@ def test_the_state_of_another_setting_is_refused_and_changes_nothing(
     assert_same_states(optimizer, before)
     assert before["param_groups"] == optimizer.state_dict()["param_groups"]
     assert table == str(optimizer)
+
+
+def test_a_state_with_parts_of_other_sizes_is_refused() -> None:
+    model, other = mlp(), mlp()
+    optimizer = build(other, split={"3": (3, 4)})
+    train(other, optimizer)
+    with pytest.raises(ValueError, match=r"'3.weight' is divided into \[3, 4\] rows.* \[4, 3\]"):
+        build(model, split={"3": (4, 3)}).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("saved, wanted", [("free", "fixed"), ("fixed", "free")])
+def test_a_state_of_another_scale_is_refused(saved: str, wanted: str) -> None:
+    model, other = mlp(), mlp()
+    optimizer = build(other, scale=saved)
+    train(other, optimizer)
+    with pytest.raises(ValueError, match=f"r of '0.weight' is {saved}; .* is {wanted}"):
+        build(model, scale=wanted).load_state_dict(optimizer.state_dict())
+
+
+def test_a_state_of_another_vocabulary_is_refused_and_changes_nothing() -> None:
+    def build_with(count: int) -> tuple[nn.Module, Any]:
+        model = mlp()
+        model[6] = nn.Linear(7, count).double()
+        return model, build(model, momentum=0.9)
+
+    (model, optimizer), (other, stranger) = build_with(3), build_with(4)
+    train(model, optimizer)
+    train(other, stranger)
+    before = copy.deepcopy(optimizer.state_dict())
+    words = r"'6.bias' has momentum_buffer of shape \(4,\); the parameter's is \(3,\)"
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(stranger.state_dict())
+    assert_same_states(optimizer, before)
 
 
 def test_the_state_of_a_torch_optimizer_is_refused() -> None:

@@ -77,6 +77,15 @@ def test_a_frozen_layer_is_not_counted() -> None:
     assert "frozen" in find_table(optimizer)["0.weight"]
 
 
+def test_a_turn_for_frozen_layers_alone_is_warned_of() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    build(model, turn=2.0)
+    model[3].requires_grad_(False)
+    with pytest.warns(UserWarning, match="all layers with units are frozen: nothing turns"):
+        build(model, turn=2.0)
+
+
 def test_long_names_do_not_break_the_tables_columns() -> None:
     model = nn.ModuleDict({"long" * 11: mlp(), "b": mlp()})
     lines = str(build(model)).splitlines()
