@@ -242,7 +242,7 @@ def choose_quantities(
     columns: dict[str, None] = {}
     for choice in QUANTITIES if chosen is None else chosen:
         if isinstance(choice, str):
-            quantity = _find_quantity(choice)
+            quantity = find_quantity(choice)
             is_whole = choice == getattr(quantity, "name", None)
             named = quantity.columns if is_whole else (choice,)
         elif isinstance(choice, Quantity):
@@ -256,7 +256,7 @@ def choose_quantities(
     return tuple(recorded), list(columns)
 
 
-def _find_quantity(name: str) -> Quantity:
+def find_quantity(name: str) -> Quantity:
     """Return the quantity that is called `name`, or has a column of that name."""
     for quantity in QUANTITIES:
         if name in (getattr(quantity, "name", None), *quantity.columns):

@@ -26,6 +26,7 @@ from geoparam.analysis.quantities import (
     Quantity,
     UnitQuantity,
     choose_quantities,
+    find_quantity,
     measure,
     summarise,
 )
@@ -130,6 +131,8 @@ class BoundaryTracker:
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
         self.quantities, logged = choose_quantities(quantities)
+        if probe is None:
+            _refuse_names_of_probe([quantities] if isinstance(quantities, str) else quantities)
         self._is_full = keep == "full"
         self._layers, self._units = layers, units
         self._batch = uses_batch_statistics(statistics, probe)
@@ -327,6 +330,15 @@ class Hook:
 
     def __reduce__(self) -> tuple:
         return Hook, ()
+
+
+def _refuse_names_of_probe(quantities: Sequence[str | Quantity] | None) -> None:
+    """Refuse a quantity that is asked for by name, and would be NaN without a probe."""
+    for name in quantities or ():
+        if isinstance(name, str) and find_quantity(name).needs_probe:
+            raise ValueError(
+                f"{name!r} is measured on a probe. Give probe=, or leave it out of quantities."
+            )
 
 
 def _check_options(keep: str, every: int, units: int | None, resume: bool, file: Any) -> None:

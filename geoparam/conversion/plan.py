@@ -233,6 +233,9 @@ def decide(
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
         left = {d.name: d.notes[0] for d in decisions if not d.converted}
+        for name in _find_own_batch_norms(model, graph):
+            kept_norms.append(name)
+            planner.reasons[name] = "it calls batch_norm itself"
         for name in kept_norms:
             reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
@@ -411,16 +414,16 @@ class _Planner:
             reason = "it holds constants alone, which training does not change"
         elif isinstance(norm, nn.SyncBatchNorm) and self.request.norm == "imn":
             reason = "convert before convert_sync_batchnorm, and call synchronise_means_ after"
-        elif node.op == "batch_norm" and not has_children:
-            reason = "its statistics are used without calling it"
         elif not _is_plain_batch_norm(norm):
             reason = "it computes something else than its base class"
+        elif node.op == "batch_norm" and not has_children:
+            reason = "its statistics are used without calling it"
         elif norm in self.ties:
             reason = f"it shares memory with {', '.join(self.ties[norm])}"
         elif not is_exclusive:
             reason = _explain_shared(graph, name)
         elif any(call.layer in graph.dropped for call in graph.calls(name)):
-            reason = "dropout comes before it in training"
+            reason = "dropout, or what else acts in training alone, comes before it"
         elif candidate.module in self.removed:
             reason = "the layer before it has absorbed another norm"
         elif self.request.init is None and norm.running_mean is None:
@@ -520,6 +523,16 @@ def _explain_kept(norm: nn.Module, name: str, graph: Graph, left: Mapping[str, s
     if before.name in left:
         return f"{before.name} before it is left ({left[before.name]})"
     return f"it is not all that follows {before.name}"
+
+
+def _find_own_batch_norms(model: nn.Module, graph: Graph) -> list[str]:
+    """Return the modules that call `F.batch_norm` and are none of torch's norms."""
+    names = []
+    for name in graph.batch_norms:
+        module = model.get_submodule(name)
+        if not isinstance(module, BatchNorm) and not is_constant(module):
+            names.append(name)
+    return names
 
 
 def _calls_norm(layer: nn.Module) -> bool:

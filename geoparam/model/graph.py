@@ -48,9 +48,15 @@ class Call:
 class Graph:
     """The steps of one run, in their order."""
 
-    def __init__(self, nodes: Sequence[Node], dropped: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        dropped: Iterable[int] = (),
+        batch_norms: Iterable[str] = (),
+    ) -> None:
         self.nodes = tuple(nodes)
-        self.dropped = frozenset(dropped)  # steps whose results go through dropout in training
+        self.batch_norms = tuple(batch_norms)  # modules whose tensors F.batch_norm got
+        self.dropped = frozenset(dropped)  # steps that dropout or its like changes in training
         self._calls: dict[str, list[int]] = {}
         users: list[dict[int, None]] = [{} for _ in nodes]  # a set in order
         for index, node in enumerate(nodes):

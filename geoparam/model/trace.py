@@ -155,7 +155,7 @@ def record_run(
 
     sources = _sources(recorder.read((result,)))
     recorder.write(Node("output", "output", inputs=sources), [])
-    graph = Graph(recorder.nodes, recorder.dropped)
+    graph = Graph(recorder.nodes, recorder.dropped, recorder.batch_norms)
     return Run(graph, list(tensors_in(result)), recorder.reads)
 
 
@@ -243,7 +243,9 @@ class _Recorder(TorchFunctionMode):
         self.seen: Tensor | None = None  # by the next step, if that is watched
         self.nodes: list[Node] = []
         self.reads: set[int] = set()  # ids of the tensors that functions computed with
-        self.dropped: set[int] = set()  # steps whose results go through dropout
+        self.batch_norms: dict[str, None] = {}  # modules whose tensors F.batch_norm got, in order
+        self.dropped: set[int] = set()  # steps whose results go through what only training sees
+        self.steps_before: list[int] = []  # when each leaf that is under way was called
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
         self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
         self.owner = WeakTensorKeyDictionary()  # parameter, or made of parameters alone -> name
@@ -286,6 +288,10 @@ class _Recorder(TorchFunctionMode):
         is_attribute = getattr(func, "__name__", "") == "__get__"
         if not is_attribute or isinstance(result, Tensor):
             self.reads.update(map(id, tensors))
+        if _name_function(func) == "batch_norm":
+            for tensor in tensors:
+                if owner := self.owner.get(tensor):
+                    self.batch_norms[owner.rpartition(".")[0]] = None
 
     def classify(self, op: str, read: list[_Read]) -> Node:
         """Return what a function is: a layer if it multiplies with a parameter, and so on."""
@@ -340,7 +346,20 @@ class _Recorder(TorchFunctionMode):
                     enter = module.register_forward_pre_hook(self.enter, with_kwargs=True)
                     stack.callback(enter.remove)
                     stack.callback(module.register_forward_hook(leave).remove)
+                elif _may_act_in_training(module):
+                    begin = module.register_forward_pre_hook(self.begin_leaf)
+                    stack.callback(begin.remove)
+                    stack.callback(module.register_forward_hook(self.end_leaf).remove)
             yield
+
+    def begin_leaf(self, module: nn.Module, args: tuple) -> None:
+        self.steps_before.append(len(self.nodes))
+
+    def end_leaf(self, module: nn.Module, args: tuple, result: object) -> None:
+        """Note a result that a module passes on untouched: in training it may not, as dropout."""
+        is_untouched = self.steps_before.pop() == len(self.nodes)
+        if is_untouched and isinstance(result, Tensor) and any(result is x for x in args):
+            self.dropped.update(self.sources(result))
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.calls.append([])
@@ -433,15 +452,22 @@ def _step(module: nn.Module) -> Node:
 
     activation = BY_MODULE.get(op.removesuffix("activation"))  # as in NewGELUActivation
     is_leaf = next(module.children(), None) is None
-    if is_leaf and ("norm" in op or activation is not None):
+    is_norm = "norm" in op or isinstance(module, norms.NORMS)
+    if is_leaf and (is_norm or activation is not None):
         is_known = find_package(module) in KNOWN
-        if "norm" in op and (is_known or not isinstance(module, norms.NORMS)):
+        if is_norm and (is_known or not isinstance(module, norms.NORMS)):
             return Node("norm", op)
         if activation is not None and is_known:
             return Node("activation", activation)
     if has_matrix(module):
         return Node("layer", op, channel=find_channel(module))
     return Node("", op)
+
+
+def _may_act_in_training(module: nn.Module) -> bool:
+    """Return whether a module without steps in evaluation may have some in training."""
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and not type(module).__name__.endswith("Identity")
 
 
 def _name_function(func: Callable) -> str:

@@ -659,3 +659,8 @@ def test_a_layer_of_no_units_is_left_out() -> None:
     tracker = BoundaryTracker(model, probe=torch.zeros(2, 4))
 
     assert list(tracker.history) == ["0"]
+
+
+def test_a_quantity_of_the_probe_is_refused_without_one() -> None:
+    with pytest.raises(ValueError, match="'dead' is measured on a probe. Give probe="):
+        BoundaryTracker(network("sp"), quantities=["rotation_rms", "dead"])

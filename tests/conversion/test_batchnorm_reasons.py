@@ -254,7 +254,14 @@ def test_what_comes_between_a_layer_and_its_norm_is_named(
     assert f"norm stays: {reason}" in text
 
 
-@pytest.mark.parametrize("dropout", [nn.Dropout(0.5), nn.Dropout2d(0.5)])
+class Noise(nn.Module):
+    """Passes its input on untouched in evaluation, as torchvision's StochasticDepth does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.5), nn.Dropout2d(0.5), Noise()])
 def test_a_norm_behind_dropout_stays_because_training_differs(dropout: nn.Module) -> None:
     norm = nn.BatchNorm2d(6)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), dropout, norm, nn.ReLU(), nn.Conv2d(6, 2, 1))
@@ -262,8 +269,69 @@ def test_a_norm_behind_dropout_stays_because_training_differs(dropout: nn.Module
 
     text = read_advice(model, norm="fold")
 
-    assert "2 stays: dropout comes before it in training" in text
+    assert "2 stays: dropout, or what else acts in training alone, comes" in text
     assert model[2] is norm
+
+
+def test_a_norm_behind_an_identity_is_absorbed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Identity(), nn.BatchNorm2d(6), nn.ReLU())
+    model = nn.Sequential(*model, nn.Conv2d(6, 2, 1))
+    pretend_pretrained(model)
+
+    gp.convert_(model, norm="fold", example_inputs=X)
+
+    assert not batch_norms(model)
+
+
+class BN(nn.BatchNorm2d):
+    """A subclass that changes nothing, and has no "norm" in its name."""
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_an_empty_subclass_of_batchnorm_is_absorbed_whatever_its_name() -> None:
+    model = build(BN)
+    pretend_pretrained(model)
+
+    gp.convert_(model, norm="fold", example_inputs=X)
+
+    assert not batch_norms(model)
+
+
+def test_a_subclass_of_batchnorm_with_a_forward_of_its_own_stays() -> None:
+    model = build(Doubled)
+    model[1] = nn.BatchNorm2d(6)
+    pretend_pretrained(model)
+
+    text = read_advice(model, norm="fold")
+
+    assert "'4' first: it computes something else than its base class" in text
+
+
+class OwnNorm(nn.Module):
+    """Calls F.batch_norm on buffers of its own, and is no BatchNorm of torch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("variance", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+def test_the_plan_names_a_module_that_calls_batch_norm_itself() -> None:
+    model = build(nn.BatchNorm2d)
+    model[4] = OwnNorm(6)
+    pretend_pretrained(model)
+
+    plan = gp.plan(model, norm="fold", example_inputs=X)
+
+    assert "depends on the batch in training: 1 norm left (4)" in str(plan)
+    assert plan.reasons["4"] == "it calls batch_norm itself"
 
 
 class Detectron2Conv(nn.Conv2d):

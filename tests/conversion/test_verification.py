@@ -427,3 +427,25 @@ def test_a_second_ctrl_c_while_a_model_is_put_back_leaves_it_whole(
     handle.remove()
     assert interrupts.lines_left <= 0
     assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+def test_empty_outputs_are_nothing_to_compare() -> None:
+    with pytest.raises(ValueError, match="outputs are empty: there is nothing to compare"):
+        difference(torch.zeros(0, 4), torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda z: z.argmax(dim=1),
+        lambda z: z[z > 1e9],
+        lambda z: z * torch.nan,
+    ],
+    ids=["integers", "empty", "NaN"],
+)
+def test_a_conversion_whose_outputs_tell_nothing_warns(choose: Callable) -> None:
+    layers = {"hidden": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
+    model = FunctionModel(lambda m, x: choose(m.head(m.hidden(x).relu())), **layers)
+
+    with pytest.warns(UserWarning, match="converted model is not compared with the original"):
+        gp.convert_(model, example_inputs=torch.randn(2, 3))
