@@ -15,6 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in DOCUMENTS if "```python\n" in page.read_text("utf-8")]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.md"))
+SLOW = ("watch", "small_batch")  # the site's build runs all of them whole
 LAUNCHED = "# torchrun ", "# accelerate launch "  # tests/distributed/test_recipes.py runs these
 
 
@@ -53,7 +54,14 @@ def test_printed_output_is_what_the_block_before_prints(
     assert output in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        pytest.param(notebook, marks=[pytest.mark.slow] if notebook.stem in SLOW else [])
+        for notebook in NOTEBOOKS
+    ],
+    ids=lambda notebook: notebook.stem,
+)
 def test_notebook_runs_in_a_few_steps(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "pandas", "sklearn", "torchvision"):
         pytest.importorskip(name)

@@ -91,6 +91,7 @@ def find_natural_errors(equation: str) -> tuple[float, float]:
     return large_step["error"], small_step["error"]
 
 
+@pytest.mark.slow
 def test_the_exponential_map_is_independent_of_coordinates() -> None:
     large_step, small_step = find_natural_errors("equation-28")
 

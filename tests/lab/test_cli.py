@@ -629,7 +629,7 @@ def test_help_and_version_do_not_import_torch(words: str) -> None:
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])
 def test_help_has_panels_that_fit_a_plain_narrow_terminal(columns: int) -> None:
     command = [sys.executable, "-m", "geoparam", "run", "imagenet32", "--help"]
     terminal = {"TERM": "dumb", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}

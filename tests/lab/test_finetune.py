@@ -389,6 +389,7 @@ def test_the_tables_mark_a_best_rate_at_the_edge_and_diverged_runs() -> None:
     assert [row[outcome] for row in all_rates.rows] == ["–", "1"]
 
 
+@pytest.mark.slow
 def test_autocast_trains_every_method(data: Path, weights: Path, tmp_path: Path) -> None:
     run = run_sweep(tmp_path / "run", data, weights, precision="bf16")
 

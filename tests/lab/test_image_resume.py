@@ -103,7 +103,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return run
 
 
-SLOW = ("weight norm", "no momentum", "angular")
+SLOW = (
+    "weight norm",
+    "no momentum",
+    "angular",
+    "unit vectors",
+    "plateau",
+    "kept back",
+    "geometric",
+)
 NAMES: list[Any] = [name for name in RUNS if name not in SLOW]
 NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 

@@ -231,8 +231,14 @@ def save_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 0.0)
 
 
+TWO_METHODS = ["turn", "muon"]
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in TWO_METHODS
+]
+
+
 @pytest.mark.usefixtures("save_every_step")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*TWO_METHODS, *OTHERS])
 def test_a_killed_run_goes_on_to_the_same_numbers(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
