@@ -154,13 +154,8 @@ class GeometricOptimizer(Optimizer):
         unit_options = self._make_unit_options(lr, turn, max_turn)
         _check_angles(unit_options)
         if turn is not None:
-            self._question_habits(turn, float(lr))
-            if split is None:
-                tell_of_packed(self._units)
-            if stacks is None:
-                tell_of_stacks(self._plain)
-            if not any(params[unit.name].requires_grad for unit in self._units):
-                warn_user("turn is given, but all layers with units are frozen: nothing turns.")
+            self._question_rates(turn, float(lr))
+            self._question_layers(params, split, stacks)
         self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
         unit_names = {unit.name for unit in self._units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
@@ -170,7 +165,18 @@ class GeometricOptimizer(Optimizer):
         if "betas" not in self._rest.defaults:
             self.defaults.pop("betas", None)
 
-    def _question_habits(self, turn: float, lr: float) -> None:
+    def _question_layers(
+        self, params: Mapping[str, Any], split: Split | None, stacks: Stacks | None
+    ) -> None:
+        """Warn of layers that would not turn by the angle; arguments say that they are meant."""
+        if split is None:
+            tell_of_packed(self._units)
+        if stacks is None:
+            tell_of_stacks(self._plain)
+        if not any(params[unit.name].requires_grad for unit in self._units):
+            warn_user("turn is given, but all layers with units are frozen: nothing turns.")
+
+    def _question_rates(self, turn: float, lr: float) -> None:
         """Warn of a rate in the place of an angle, and of an angle in the place of a rate."""
         if turn < LEAST_TURN:
             warn_user(
