@@ -235,7 +235,7 @@ def decide(
         left = {d.name: d.notes[0] for d in decisions if not d.converted}
         for name in _find_own_batch_norms(model, graph):
             kept_norms.append(name)
-            planner.reasons[name] = "it calls batch_norm itself"
+            planner.reasons[name] = "it calls batch_norm itself, and may use the batch"
         for name in kept_norms:
             reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)

@@ -373,12 +373,12 @@ def test_a_misspelt_part_is_told_the_layer_that_comes_near() -> None:
         build(model, split={"c_atn": 3})
 
 
-def test_a_stack_that_nobody_named_stays_plain() -> None:
+def test_a_stack_without_axes_stays_plain() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     assert find_table(build(model))["0.w1"].startswith("not in a known layer; experts?")
 
 
-def test_a_stack_that_nobody_named_is_warned_of_where_units_turn() -> None:
+def test_a_stack_without_axes_is_warned_of_when_units_turn() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
     with pytest.warns(UserWarning, match="0.w1 have three dimensions .* stacks={'0.w1': 'eoi'}"):
         build(model, turn=2.0)
