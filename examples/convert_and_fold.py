@@ -3,8 +3,8 @@
     python examples/convert_and_fold.py [--steps 100] [--out convert_and_fold.png]
 
 A small CNN learns digits and is then fine-tuned on digits upside down, once as it is and once
-converted. Printed: by how much converting and folding change the outputs, as `verify` measures
-it, and both losses. Needs the extra: pip install '.[experiments]'
+converted. The script prints by how much converting and folding change the outputs, as `verify`
+measures it, and both losses. Needs the extra: pip install '.[experiments]'
 """
 
 import argparse

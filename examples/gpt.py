@@ -2,8 +2,8 @@
 
     python examples/gpt.py [--steps 100] [--seeds 3] [--data FILE] [--out gpt.png]
 
-All start from the same weights and see the same batches. AdamW updates embeddings, norms and the
-output layer at the same rate in each. The gain over AdamW is Muon's; the angle takes the place of
+All start from the same weights and see the same batches. In each, AdamW updates embeddings, norms
+and the output layer at the same rate. The gain over AdamW is Muon's; the angle takes the place of
 Muon's rate. `geoparam run text` compares more methods at more settings.
 Needs the extra: pip install '.[experiments]'
 """
@@ -39,7 +39,7 @@ def measure_loss(model: nn.Module, text: Tensor, count: int, generator: torch.Ge
 
 
 def make_optimizers(model: gpt.GPT, method: str) -> list[torch.optim.Optimizer]:
-    """Each at the best of four numbers, which notebooks/gpt.md tries on such a network."""
+    """Each has the best of the four numbers that notebooks/gpt.md tries on such a network."""
     if method.startswith("AdamW"):
         return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
 
@@ -53,7 +53,7 @@ def make_optimizers(model: gpt.GPT, method: str) -> list[torch.optim.Optimizer]:
 
 
 def train(method: str, seed: int, steps: int, text: Tensor) -> tuple[list[float], float]:
-    """Return the losses on training batches, and the one on the last tenth at the end."""
+    """Return the losses on training batches, and the final loss on the last tenth of the text."""
     model = gpt.build(width=64, depth=2, heads=4, context=CONTEXT, seed=seed)
     optimizers = make_optimizers(model, method)
     warmup = max(1, steps // 10)

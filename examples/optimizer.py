@@ -5,7 +5,7 @@
 A small ResNet learns digits from two starts: torch's own, and the same with the weights of every
 layer but the last made ten times longer. BatchNorm undoes the length, so both compute the same
 function. At rates that suit the first start, SGD and AdamW turn longer weights too little. A turn
-of 2.4 degrees is the same step for both. Needs the extra: pip install '.[experiments]'
+of 2.4 degrees is the same step from either start. Needs the extra: pip install '.[experiments]'
 """
 
 import argparse

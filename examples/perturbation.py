@@ -3,9 +3,9 @@
     python examples/perturbation.py [--steps 20] [--out perturbation.png]
 
 One layer, 200 units with weights of many lengths, in three parameterizations of the same
-function. What an optimizer stores is moved by Gaussian noise of the same size in each, but for the
-lengths of the weights that GmP (r) and weight norm (g) store apart; `--steps` is the number of
-sizes. Needs the extra: pip install '.[plots]'
+function. In each, Gaussian noise of the same size moves the stored parameters, except the lengths
+of the weights, which GmP (r) and weight norm (g) store apart; `--steps` is the number of sizes.
+Needs the extra: pip install '.[plots]'
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python examples/pretrained.py [--steps 200] [--out pretrained.png]
 
 A CNN with nine BatchNorms learns digits at batch 64, and then digits upside down at batch 2, in
-five ways. `verify` measures that taking BatchNorm out changes nothing. One seed;
-notebooks/small_batch.md has three, and docs/pretrained.md a pretrained MobileNetV2. Needs the
-extra: pip install '.[experiments]'
+five ways. `verify` shows that taking BatchNorm out does not change the function. This has one
+seed; notebooks/small_batch.md has three, and docs/pretrained.md a pretrained MobileNetV2. Needs
+the extra: pip install '.[experiments]'
 """
 
 import argparse
@@ -35,7 +35,7 @@ def build() -> nn.Module:
 
 
 def take_out(model: nn.Module, method: str, x: Tensor) -> nn.Module:
-    """Do to the network's BatchNorms what the method says."""
+    """Treat the network's BatchNorms as the method says."""
     if method == "fold":
         gp.convert_(model, norm="fold", weights="plain", example_inputs=x)
     if method in ("frozen means", "imn"):

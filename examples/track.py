@@ -3,8 +3,8 @@
     python examples/track.py [--steps 100] [--rate 0.2] [--out track.png]
 
 With `turn` the units of every layer turn by the same angle (root mean square), whatever their
-gradient. Both rates rise over a tenth of the steps and fall to 0. The output layer is not turned,
-and is left out here. The tracker does not change the run. Each pair of maps has one colour scale.
+gradient. Both rates rise over a tenth of the steps and fall to 0. The output layer has no units
+and is left out here. The tracker does not change the run. Each pair of maps shares a colour scale.
 Needs the extra: pip install '.[experiments]'
 """
 
