@@ -30,7 +30,7 @@ class GmPLinear(GmPLayer):
             `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their code;
             None leaves the parameters uninitialised.
         coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
-            (out, n) and wants `retract` as a hook of the optimizer.
+            (out, n) and needs `retract` as a hook of the optimizer.
         natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
         input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`):
             z = w^T x + (b - w^T E[x]). The forms of `GmPConv2d` are all the same here.

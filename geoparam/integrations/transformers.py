@@ -97,10 +97,10 @@ class _TrainerLog:
 class Geometric:
     """Makes a `GeometricOptimizer` when Trainer asks for one: under FSDP, after sharding.
 
-    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before. It does
-    not hand its own settings to such an optimizer, so give them as `args`: `learning_rate`,
+    Trainer refuses `optimizers=` with FSDP, because such an optimizer holds unsharded parameters.
+    It does not pass its own settings to this one, so give them as `args`: `learning_rate`,
     `weight_decay`, and, for base and rest where they have betas, `adam_beta1`, `adam_beta2` and
-    `adam_epsilon`. An option that you name yourself counts more.
+    `adam_epsilon`. Options that you pass yourself take precedence.
 
     Example:
         >>> options = {"lr": 1e-3, "base": torch.optim.AdamW}
