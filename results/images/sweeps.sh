@@ -7,6 +7,7 @@
 #   schedules-BATCH   BN, GmP+IMN, WN+MBN over the papers' six rates under v2's steps and v1's
 #                     plateau, each with and without warmup; batches of 1024 or 256
 #   schedules-BATCH-SCHEDULE   one of the four: steps, steps-warmup, plateau, plateau-warmup
+#   plateau-1024      the rates chosen there under v1's plateau, with epochs enough for it to fall
 #   start-1024        GmP+IMN from the text's start and the released code's
 #   resnet18-recipe vgg6-recipe   ours against Muon with decay, shifted images and smoothed
 #                     labels: eight tries each in 18 epochs, three seeds of the best in 18 and 36
@@ -114,8 +115,11 @@ schedules() { # BATCH SCHEDULE
     *) echo "no schedule $2" >&2; exit 2 ;;
   esac
   [[ $2 = *-warmup ]] && common+=(--warmup 0.1)
-  run "$name" "${common[@]}" --seeds 1 --methods bn,gmp+imn,wn+mbn \
-    --lrs 0.001,0.003,0.01,0.03,0.1,0.3
+  local rates=0.001,0.003,0.01,0.03,0.1,0.3
+  local others=$rates
+  [ "$1" = 256 ] && others=0.03,0.1,0.3 # at 1,024 the lower ones were 20 points behind, or more
+  run "$name" "${common[@]}" --seeds 1 --method bn:lr=$rates --method gmp+imn:lr=$others \
+    --method wn+mbn:lr=$others
   choose "$name" 99 1
   run "$name" "${common[@]}" --seeds 3 "${best[@]}"
 }
@@ -202,6 +206,13 @@ for part in "$@"; do
     schedules-*)
       for schedule in steps plateau steps-warmup plateau-warmup; do
         schedules "${part#schedules-}" $schedule
+      done ;;
+    plateau-1024)
+      for warmup in "" -warmup; do
+        choose table2-1024-plateau$warmup 99 1
+        run table2-1024-plateau-24$warmup --batch-sizes 1024 --epochs 24 --select 0.1 \
+          --recalibrate 80 --compile --schedule plateau-top1 --patience 3 \
+          ${warmup:+--warmup 0.1} --seeds 3 "${best[@]}"
       done ;;
     start-1024)
       start=(--batch-sizes 1024 --epochs 12 --schedule steps --select 0.1 --recalibrate 80 --compile)
