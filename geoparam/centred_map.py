@@ -65,7 +65,7 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     """
     w_summed, mean = weight, mean.to(working_type(mean))
     if weight.ndim > 2:
-        w_summed = weight.flatten(2).sum(2, dtype=mean.dtype)
+        w_summed = weight.sum(list(range(2, weight.ndim)), dtype=mean.dtype)
 
     groups = mean.numel() // weight.shape[1]
     if groups > 1:  # each unit has the means of its group's channels
