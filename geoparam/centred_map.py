@@ -65,7 +65,7 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     """
     w_summed, mean = weight, mean.to(working_type(mean))
     if weight.ndim > 2:
-        w_summed = weight.flatten(2).sum(2, dtype=mean.dtype)
+        w_summed = weight.sum(list(range(2, weight.ndim)), dtype=mean.dtype)
 
     groups = mean.numel() // weight.shape[1]
     if groups > 1:  # each unit has the means of its group's channels
@@ -114,17 +114,25 @@ class _CentredConv(torch.autograd.Function):
         options: Options,
         norm: TrackedMean,
     ) -> Tensor:
-        z, mean, w_summed = _convolve(x, weight, bias, options)
+        mean, w_summed = _average(x), _sum_kernel(weight)
+        shift = (w_summed * mean).sum(list(range(1, x.ndim)))
+        shifted = -shift if bias is None else bias - shift
+        if _has_kernel(x):
+            z = torch.convolution(x, weight, None, *_complete(options))
+            _add_per_channel_(z, shifted.view(-1, 1, 1), 1.0)
+        else:
+            z = torch.convolution(x, weight, shifted.to(x.dtype), *_complete(options))
+
         norm.track(mean.flatten())
-        ctx.save_for_backward(x, weight, bias, mean, w_summed)
+        ctx.save_for_backward(x, weight, mean, w_summed)
         ctx.options = options
         return z
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, w_summed = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_differentiate(ctx, grad, x, weight, bias), None, None
+        x, weight, mean, w_summed = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives need their graph
+            mean, w_summed = _average(x), _sum_kernel(weight)
 
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x, grad_weight, s = torch.ops.aten.convolution_backward.default(
@@ -139,21 +147,14 @@ class _CentredConv(torch.autograd.Function):
         return grad_x, grad_weight, s if needs_bias else None, None, None
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the map z, the mean (1, channels, 1, ...) and w_summed (out, channels, 1, ...)."""
-    positions = list(range(2, x.ndim))
-    mean = x.mean([0, *positions], keepdim=True, dtype=working_type(x))
-    w_summed = weight.sum(positions, keepdim=True, dtype=mean.dtype)
-    shift = (w_summed * mean).sum([1, *positions])
-    shifted = -shift if bias is None else bias - shift
-    if _has_kernel(x):
-        z = torch.convolution(x, weight, None, *_complete(options))
-        _add_per_channel_(z, shifted.view(-1, 1, 1), 1.0)
-    else:
-        z = torch.convolution(x, weight, shifted.to(x.dtype), *_complete(options))
-    return z, mean, w_summed
+def _average(x: Tensor) -> Tensor:
+    """Return the means (1, channels, 1, ...) of images."""
+    return x.mean([0, *range(2, x.ndim)], keepdim=True, dtype=working_type(x))
+
+
+def _sum_kernel(weight: Tensor) -> Tensor:
+    """Return w_summed (out, channels, 1, ...)."""
+    return weight.sum([*range(2, weight.ndim)], keepdim=True, dtype=working_type(weight))
 
 
 def _add_per_channel_(images: Tensor, values: Tensor, factor: float) -> None:
@@ -174,22 +175,6 @@ def _has_kernel(images: Tensor) -> bool:
     if torch.is_grad_enabled() or not is_eager(images) or choose_kernels(images) != "triton":
         return False
     return images.is_contiguous(memory_format=torch.channels_last)
-
-
-def _differentiate(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> list[Tensor | None]:
-    """Return the gradients of x, weight and bias with their graph, for second derivatives."""
-    # Aliases, because one input may have been computed from another.
-    x, weight = x.view_as(x), weight.view_as(weight)
-    bias = None if bias is None else bias.view_as(bias)
-    z, _, _ = _convolve(x, weight, bias, ctx.options)
-
-    inputs: dict[int, Any] = dict(enumerate((x, weight, bias)))
-    needed = [i for i in inputs if ctx.needs_input_grad[i]]
-    computed = torch.autograd.grad(z, [inputs[i] for i in needed], grad, create_graph=True)
-    gradients = dict(zip(needed, computed, strict=True))
-    return [gradients.get(i) for i in inputs]
 
 
 def _complete(options: Options) -> tuple[Any, ...]:
