@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors
 
 from geoparam import sphere
 from geoparam.kernels.angles import angle_rows_for
-from geoparam.optim.blocks import Angle, Block, Weight, local
+from geoparam.optim.blocks import Angle, Block, Layers, Weight, local
 
 
 class AngularBlock(Block):
@@ -29,9 +29,10 @@ class AngularBlock(Block):
     # ---- built once
 
     def _add_directions(self) -> None:
-        self._start_angles()
-        metrics = torch.cat([weight.state["metric"] for weight in self.weights])
-        self.scale = self._find_scale(metrics)
+        for weight in self.weights:
+            _start_angles(weight, match=self.match)
+        lengths, metrics = self._join_layers("length"), self._join_layers("metric")
+        self.scale = self.layers.per_row(_find_scale(lengths, metrics))
         shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
         self.angles = angle_rows_for(shapes, self.scale)
         self._add_angles([rows * (n - 1) for rows, n in shapes])
@@ -43,30 +44,6 @@ class AngularBlock(Block):
             layout = weight.unit.layout
             target = layout.view(weight.target)
             self._add_written(layout.view(local(weight.param)), target, rows)
-
-    def _start_angles(self) -> None:
-        """Write the first angles, and the mean of their metric, into new states."""
-        if all("direction" in weight.state for weight in self.weights):
-            return
-        latitudes = []
-        for weight in self.weights:
-            latitudes.append(sphere.to_latitude(weight.unit.layout.to_rows(weight.target)))
-        metrics = torch.ones_like(self.layers.sizes)
-        if self.match:
-            by_row = torch.cat([sphere.metric(x).mean(dim=1) for x in latitudes])
-            metrics = sphere.nonzero(self.layers.means(by_row))
-
-        divided = self._divide(self._find_scale(metrics))
-        starts = zip(divided, latitudes, self.layers.divide(metrics), strict=True)
-        for (weight, scale), latitude, metric in starts:
-            if "direction" not in weight.state:
-                first = (latitude * scale[:, None]).to(scale.dtype)
-                weight.state["direction"] = weight.shard(first)
-                weight.state["metric"] = metric
-
-    def _find_scale(self, metrics: Tensor) -> Tensor:
-        """Return R sqrt(m) of each row."""
-        return self.lengths * self.layers.per_row(metrics).sqrt()
 
     def _add_angles(self, sizes: list[int]) -> None:
         """Join the states' latitudes, and let increments of them be stepped."""
@@ -121,3 +98,24 @@ class AngularBlock(Block):
         r = self.r.where(~self.is_pruned, 0)
         self.angles.compute(self.increment, r, is_moved, self.new_rows)
         self.has_written = True
+
+
+def _start_angles(weight: Weight, *, match: bool) -> None:
+    """Write the first angles, and the mean of their metric, into a new state."""
+    state = weight.state
+    if "direction" in state:
+        return
+    layers = Layers([weight])
+    latitude = sphere.to_latitude(weight.unit.layout.to_rows(weight.target))
+    metric = torch.ones_like(layers.sizes)
+    if match:
+        metric = sphere.nonzero(layers.means(sphere.metric(latitude).mean(dim=1)))
+
+    scale = layers.per_row(_find_scale(state["length"], metric))
+    state["direction"] = weight.shard((latitude * scale[:, None]).to(scale.dtype))
+    state["metric"] = metric
+
+
+def _find_scale(length: Tensor, metric: Tensor) -> Tensor:
+    """Return R sqrt(m) of each layer."""
+    return sphere.nonzero(length) * metric.sqrt()

@@ -106,6 +106,29 @@ class Weight:
         length = len(self.param) if x.shape == self.target.shape else self.unit.rows
         return shard_like(self.param, x, length)
 
+    def start(self, *, match: bool) -> None:
+        """Write the first r, and R, into a new state; R is 0 for a layer of zeros."""
+        if "r" in self.state:
+            return
+        unit, layers = self.unit, Layers([self])
+        r = torch.linalg.vector_norm(self.read().double(), dim=1)  # their squares fit
+        sums, nonzeros = layers.sums(r, r != 0)
+        if unit.is_fixed and (nonzeros < layers.sizes).any():
+            raise ValueError(
+                f"{unit.name!r} has a row of zeros, which cannot grow while r is fixed: load "
+                "weights before the optimizer is built, so that this layer stays plain, or give "
+                "scale='free'."
+            )
+
+        length = (nonzeros > 0).to(sums)
+        if match:
+            length = sums / nonzeros.clamp(min=1)
+        self.state["r"] = self.shard(r.to(sums.dtype))
+        self.state["length"] = length
+        self.state["parts"] = torch.tensor(unit.parts, device=length.device)
+        self.state["fan_in"] = unit.fan_in
+        self.state["is_fixed"] = int(unit.is_fixed)
+
     def count_rows(self) -> list[int]:
         """Return how many rows of each part this process has."""
         if not self.is_sharded:
@@ -132,7 +155,6 @@ class Layers:
         self.counts = torch.tensor(counts, device=device)
         self.sizes = torch.tensor(sizes, device=device, dtype=dtype)
         self.total = sum(counts)
-        self.parts = [len(weight.unit.parts) for weight in weights]
         self.processes = find_process_group(first.param) if first.is_sharded else None
 
     def sums(self, *per_row: Tensor) -> Sequence[Tensor]:
@@ -148,10 +170,6 @@ class Layers:
     def means(self, per_row: Tensor) -> Tensor:
         """Return the mean of each layer."""
         return self.sums(per_row)[0] / self.sizes
-
-    def divide(self, per_layer: Tensor) -> list[Tensor]:
-        """Return copies of the entries of each weight's layers."""
-        return [part.clone() for part in per_layer.split(self.parts)]
 
     def per_row(self, per_layer: Tensor) -> Tensor:
         """Return one number for each layer as one for each row."""
@@ -183,7 +201,8 @@ class Block:
         self.g: Any = []
         self.results = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
 
-        self._start_states()
+        for weight in weights:
+            weight.start(match=match)
         self._add_scales()
         self._add_biases()
         self._add_directions()
@@ -197,34 +216,6 @@ class Block:
 
     # ---- built once
 
-    def _start_states(self) -> None:
-        """Write the first r, and R, into new states; R is 0 for a layer of zeros."""
-        if all("r" in weight.state for weight in self.weights):
-            return
-        norms = []
-        for weight in self.weights:
-            rows = weight.read().double()  # their squares fit
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        r = torch.cat(norms)
-
-        sums, nonzeros = self.layers.sums(r, r != 0)
-        lengths = (nonzeros > 0).to(sums)
-        if self.match:
-            lengths = sums / nonzeros.clamp(min=1)
-
-        lengths_of = self.layers.divide(lengths)
-        are_full = self.layers.divide(nonzeros == self.layers.sizes)
-        divided = self._divide(r.to(sums.dtype))
-        for (weight, first_r), length, is_full in zip(divided, lengths_of, are_full, strict=True):
-            if "r" in weight.state:
-                continue
-            _check_rows(weight, is_full)
-            weight.state["r"] = weight.shard(first_r)
-            weight.state["length"] = length
-            weight.state["parts"] = torch.tensor(weight.unit.parts, device=length.device)
-            weight.state["fan_in"] = weight.unit.fan_in
-            weight.state["is_fixed"] = int(weight.unit.is_fixed)
-
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
         self.stored_r = self._join_state("r")
@@ -234,7 +225,7 @@ class Block:
             if not weight.unit.is_fixed:
                 self._add_variable("r", weight, r, grad)
 
-        lengths = torch.cat([weight.state["length"] for weight in self.weights])
+        lengths = self._join_layers("length")
         self.lengths = self.layers.per_row(replace_zeros(lengths))
         self.began_as_zeros = self.layers.per_row(lengths == 0)
         self.has_zero_layers = not lengths.all()
@@ -293,6 +284,10 @@ class Block:
         for weight, part in self._divide(joined):
             weight.state[key] = weight.shard(part)
         return joined
+
+    def _join_layers(self, key: str) -> Tensor:
+        """Return an entry of all weights that has one number for each layer."""
+        return torch.cat([weight.state[key] for weight in self.weights])
 
     def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> None:
         """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
@@ -474,16 +469,6 @@ class Block:
         self.w = self.g = []
         if not self.scratch.is_cpu:
             self.scratch.untyped_storage().resize_(0)
-
-
-def _check_rows(weight: Weight, are_full: Tensor) -> None:
-    """Raise where r is fixed and a row is zero, so that it could never grow."""
-    if weight.unit.is_fixed and not are_full.all():
-        raise ValueError(
-            f"{weight.unit.name!r} has a row of zeros, which cannot grow while r is fixed: load "
-            "weights before the optimizer is built, so that this layer stays plain, or give "
-            "scale='free'."
-        )
 
 
 def put(target: Tensor, is_chosen: Tensor, values: Tensor) -> None:
