@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
@@ -24,13 +24,8 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import (
-    Unit,
-    find_units,
-    format_table,
-    tell_of_packed,
-    tell_of_stacks,
-)
+from geoparam.optim.summary import list_groups, list_trained, list_weights
+from geoparam.optim.units import Unit, find_units, tell_of_packed, tell_of_stacks
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -142,8 +137,6 @@ class GeometricOptimizer(Optimizer):
             check_sharding(unit, params[unit.name])
         self._base = Recipe("base", base, lr, base_options, find_device(model))
         self._rest = choose_rest(self._base, rest, lr, base_options, model)
-        self._coordinates = coordinates
-        self._match = match
         self._guesses_scale = scale == "auto"
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in params.values())
@@ -151,7 +144,18 @@ class GeometricOptimizer(Optimizer):
         self._highest_share = 0.0  # of the rates that the angles are for
         self._built: _Built | None = None
 
-        unit_options = self._make_unit_options(lr, turn, max_turn)
+        # Plain values alone, which any loader of states takes.
+        unit_options = {
+            **self._base.defaults,
+            "lr": lr,
+            "role": "units",
+            "base": self._base.name,
+            "coordinates": coordinates,
+            "match": match,
+            "turn": turn,
+            "max_turn": max_turn,
+            "start_lr": float(lr),
+        }
         _check_angles(unit_options)
         if turn is not None:
             self._question_rates(turn, float(lr))
@@ -188,22 +192,6 @@ class GeometricOptimizer(Optimizer):
                 f"lr={lr:g} is the rate at which {self._rest.name} steps all that is not a "
                 f"direction; it is far too large. The angle is turn={turn:g}."
             )
-
-    def _make_unit_options(
-        self, lr: float | Tensor, turn: float | None, max_turn: float | None
-    ) -> dict[str, Any]:
-        """Return the options of unit groups, in plain values that any loader takes."""
-        return {
-            **self._base.defaults,
-            "lr": lr,
-            "role": "units",
-            "base": self._base.name,
-            "coordinates": self._coordinates,
-            "match": self._match,
-            "turn": turn,
-            "max_turn": max_turn,
-            "start_lr": float(lr),
-        }
 
     def _make_rest_options(
         self,
@@ -393,14 +381,15 @@ class GeometricOptimizer(Optimizer):
             self._check_weight(unit, param)
             bias_group, bias = places.get(unit.bias or "", (0, None))
             weight = Weight(unit, param, bias, (group, bias_group), self.state)
-            is_angular = self._coordinates == "angles" and unit.fan_in > 1
+            is_angular = self.param_groups[group]["coordinates"] == "angles" and unit.fan_in > 1
             kind = AngularBlock if is_angular else Block
             alike[kind, kind.key(weight)].append(weight)
 
         blocks = []
         for (kind, _), weights in alike.items():
             weights.sort(key=lambda weight: weight.bias is None)
-            blocks.append(kind(weights, match=self._match))
+            match = self.param_groups[weights[0].group]["match"]
+            blocks.append(kind(weights, match=match))
         return blocks
 
     def _check_weight(self, unit: Unit, param: Any) -> None:
@@ -470,56 +459,15 @@ class GeometricOptimizer(Optimizer):
         return {key: value for key, value in kept.items() if not key.endswith("_hooks")}
 
     def __repr__(self) -> str:
-        trained = {name for _, name, p in self._list_params() if p.requires_grad}
-        count = sum(u.rows * u.fan_in for u in self._units if u.name in trained)
-        lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
-        for i, group in enumerate(self.param_groups):
-            describe = self._describe_units if group["role"] == "units" else self._describe_rest
-            lines.append(f"  group {i}: " + ", ".join(describe(i, group)))
-        return "\n".join([*lines, format_table(self._units, self._plain, trained)])
-
-    def _describe_units(self, i: int, group: dict[str, Any]) -> Iterator[str]:
-        """Say who steps the directions of a group, and how far."""
-        yield f"directions ({self._coordinates}) by {self._base.name}"
-        rate = float(group["lr"])
-        if group["turn"] is None:
-            yield f"lr {rate:g}"
-        else:
-            yield f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}"
-            if rate != group["start_lr"]:
-                yield f"now {float(_find_degrees(group)):g} at lr {rate:g}"
-        if group["max_turn"] is not None:
-            yield f"max_turn {group['max_turn']:g}"
-        yield from _describe_momentum(group, self._base.defaults)
-        yield "no decay"
-
-    def _describe_rest(self, i: int, group: dict[str, Any]) -> Iterator[str]:
-        """Say who steps a group of the rest, how far, and what decays."""
-        yield f"{self._name_stepped(i, group)} by {self._rest.name}"
-        rate = float(group["lr"])
-        yield f"lr {rate * group['lr_ratio']:g}"
-        if group["scale_ratio"] != group["lr_ratio"]:
-            yield f"lr of r {rate * group['scale_ratio']:g}"
-        yield from _describe_momentum(group, self._rest.defaults)
-        if any(p.ndim > 1 for p in group["params"]):
-            yield f"decay {group['weight_decay']:g} on other matrices"
-        if group["scale_decay"]:
-            yield f"decay {group['scale_decay']:g} on r"
-
-    def _name_stepped(self, i: int, group: dict[str, Any]) -> str:
-        """Name what a group of the rest steps: r and lam of units, and other parameters."""
-        before = self.param_groups[max(0, i - 1)]  # the units whose r it steps
-        named = zip(group["param_names"], group["params"], strict=True)
-        names = {name for name, p in named if p.requires_grad}
-        biases = names & {unit.bias for unit in self._units}
-        stepped = []
-        if any(u.name in before["param_names"] and not u.is_fixed for u in self._units):
-            stepped.append("r")
-        if biases:
-            stepped.append("lam")
-        if names - biases or not stepped:
-            stepped.append(f"{len(names - biases)} parameters")
-        return ", ".join(stepped)
+        trained = set(list_trained(self.param_groups))
+        count = sum(unit.rows * unit.fan_in for unit in self._units if unit.name in trained)
+        known = {"units": self._base.defaults, "rest": self._rest.defaults}
+        lines = [
+            f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units",
+            *list_groups(self.param_groups, self._units, known),
+            *list_weights(self._units, self._plain, trained),
+        ]
+        return "\n".join(lines)
 
 
 def _turns(group: Mapping[str, Any]) -> bool:
@@ -529,11 +477,6 @@ def _turns(group: Mapping[str, Any]) -> bool:
 
 def _find_degrees(group: Mapping[str, Any]) -> Any:
     return group["turn"] * group["lr"] / group["start_lr"]
-
-
-def _describe_momentum(group: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Name what a group averages by; a cycle may leave keys that its optimizer does not know."""
-    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in known]
 
 
 @dataclass

@@ -6,7 +6,7 @@ where its r is free.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -192,44 +192,7 @@ def _has_zero_row(candidate: UnitWeight) -> bool:
     return bool(has_zero)
 
 
-def format_table(
-    units: Sequence[Unit], reasons: Mapping[str, str], trained: Collection[str]
-) -> str:
-    """Return a line for each weight: what its units are, or why it stays plain."""
-    names = [*reasons, *(unit.name for unit in units)]
-    width = min(max(40, *map(len, names)), 100)
-    lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
-    frozen = "frozen, or in no group"
-    plain = {}
-    for name, reason in reasons.items():
-        plain[name] = reason if name in trained else f"{reason}; {frozen}"
-    for unit in units:
-        if unit.name not in trained:
-            plain[unit.name] = frozen
-            continue
-        bias = "lam" if unit.bias else "-"
-        lines.append(
-            f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  "
-            f"{_describe_scale(unit)}"
-        )
-    lines.append("  plain")
-    for name, reason in plain.items():
-        lines.append(f"  {name:{width}} {reason}")
-    return "\n".join(lines)
-
-
-def _describe_scale(unit: Unit) -> str:
-    words = "free"
-    if unit.is_fixed:
-        words = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
-    if len(unit.parts) > 1:
-        return f"{words}; {len(unit.parts)} layers"
-    if _looks_packed(unit):
-        words += "; q, k, v in one? Then give split="
-    return words
-
-
-def _looks_packed(unit: Unit) -> bool:
+def looks_packed(unit: Unit) -> bool:
     """Return whether a weight that counts as one layer looks like q, k and v."""
     has_name = unit.name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
     return has_name and len(unit.parts) == 1 and unit.rows == 3 * unit.fan_in
@@ -250,7 +213,7 @@ def tell_of_stacks(plain: Mapping[str, str]) -> None:
 
 def tell_of_packed(units: Sequence[Unit]) -> None:
     """Warn of q, k and v that would share one angle."""
-    names = [unit.name.removesuffix(".weight") for unit in units if _looks_packed(unit)]
+    names = [unit.name.removesuffix(".weight") for unit in units if looks_packed(unit)]
     if names:
         ends = sorted({name.rpartition(".")[2] for name in names})
         split = ", ".join(f"{end!r}: 3" for end in ends)
