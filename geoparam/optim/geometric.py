@@ -489,19 +489,12 @@ class _Built:
 
 
 def _check_angles(group: Mapping[str, Any]) -> str:
-    """Raise where units cannot turn so; return a question where the rate's angle looks too large.
-
-    A rate in a tensor is not checked: that would wait for the GPU.
-    """
+    """Raise where units cannot turn so; return a question where the rate's angle looks too large."""
     if group["role"] != "units":
         return ""
-    turn, max_turn, start_lr = group["turn"], group["max_turn"], group["start_lr"]
-    for name, value, most in (("turn", turn, 90), ("max_turn", max_turn, 180)):
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value <= most):
-            raise ValueError(
-                f"{name} is an angle in degrees, above 0 and at most {most}; got {value!r}."
-            )
+    turn, max_turn = group["turn"], group["max_turn"]
+    _check_angle("turn", turn, most=90)
+    _check_angle("max_turn", max_turn, most=180)
     if turn is None:
         return ""
     if group["coordinates"] == "angles":
@@ -513,24 +506,45 @@ def _check_angles(group: Mapping[str, Any]) -> str:
         raise ValueError(
             f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
         )
-    if not start_lr:
+    if not group["start_lr"]:
         raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
-    if isinstance(group["lr"], Tensor):
-        return ""
+    return _question_peak(group)
 
+
+def _check_angle(name: str, degrees: Any, most: float) -> None:
+    """Raise unless it is None or an angle up to the largest."""
+    is_number = isinstance(degrees, Real) and not isinstance(degrees, bool)
+    if degrees is not None and not (is_number and 0 < degrees <= most):
+        raise ValueError(
+            f"{name} is an angle in degrees, above 0 and at most {most}; got {degrees!r}."
+        )
+
+
+def _question_peak(group: Mapping[str, Any]) -> str:
+    """Raise above 90 degrees at the present or the schedule's highest rate; question above 4 turn.
+
+    A rate in a tensor is not checked: that would wait for the GPU.
+    """
+    turn, lr, start_lr = group["turn"], group["lr"], group["start_lr"]
+    if isinstance(lr, Tensor):
+        return ""
     peak = group.get("max_lr", 0.0)  # as OneCycleLR notes it
-    rate = max(group["lr"], peak)
+    rate = max(lr, peak)
     angle = turn * (rate / start_lr)
     is_far = rate > 4 * start_lr
-    words = f"a rate of {rate:g} turns units by {angle:g} degrees: turn={turn:g} is for "
-    words += f"lr={start_lr:g}. "
+    words = (
+        f"a rate of {rate:g} turns units by {angle:g} degrees: turn={turn:g} is for "
+        f"lr={start_lr:g}. "
+    )
     if is_far and math.isclose(peak, turn):
         raise ValueError(
             f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
             "for all groups, not max_lr=[turn, lr]."
         )
-    words += f"If {rate:g} is the schedule's peak, build the optimizer with lr={rate:g}; to "
-    words += "look for a good angle, vary turn."
+    words += (
+        f"If {rate:g} is the schedule's peak, build the optimizer with lr={rate:g}; to look for a "
+        "good angle, vary turn."
+    )
     if angle > 90 * (1 + 1e-9):  # rounding aside
         most = start_lr * 90 / turn
         raise ValueError(f"{words} A search over rates must end at {most:g}, at 90 degrees.")
