@@ -39,7 +39,8 @@ class AngularBlock(Block):
 
         sizes = [rows * n for rows, n in shapes]
         self.new_rows = self.stored_r.new_zeros(sum(sizes))
-        self.has_written = False  # whether new_rows are the last step's
+        every = torch.ones_like(self.stored_r, dtype=torch.bool)
+        self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
         for weight, rows in zip(self.weights, self.new_rows.split(sizes), strict=True):
             layout = weight.unit.layout
             target = layout.view(weight.target)
@@ -71,10 +72,6 @@ class AngularBlock(Block):
     def _read_directions(self) -> None:
         self.w = self._join(weight.target for weight in self.weights)
         self.g = self._join(weight.find_gradient() for weight in self.weights)
-        if not self.has_written:
-            every = torch.ones_like(self.stored_r, dtype=torch.bool)
-            self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
-
         self.r_before = self.angles.take_up(self.w, self.new_rows, self.stored, self.stored_r)
         grad_r = self.angles.differentiate(
             self.g, self.stored, self.r_before, self.stored_r, self.gradient
@@ -97,7 +94,6 @@ class AngularBlock(Block):
         )
         r = self.r.where(~self.is_pruned, 0)
         self.angles.compute(self.increment, r, is_moved, self.new_rows)
-        self.has_written = True
 
 
 def _start_angles(weight: Weight, *, match: bool) -> None:

@@ -489,7 +489,7 @@ class _Built:
 
 
 def _check_angles(group: Mapping[str, Any]) -> str:
-    """Raise where units cannot turn so; return a question where the rate's angle looks too large."""
+    """Raise where units cannot turn so; return a question where an angle looks too large."""
     if group["role"] != "units":
         return ""
     turn, max_turn = group["turn"], group["max_turn"]

@@ -1,4 +1,4 @@
-"""What `print(optimizer)` shows: which optimizer steps what, what is a unit, and what stays plain."""
+"""What `print(optimizer)` shows: who steps which group, what is a unit, and what stays plain."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
