@@ -226,20 +226,8 @@ class GeometricOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise ValueError(f"a group is a dict with 'params'; got {param_group!r}.")
-        group = dict(param_group)
-        if "role" not in group:
-            params = list_params(group["params"])
-            if not params or not all(isinstance(p, Tensor) for p in params):
-                raise ValueError(f"a group's 'params' are parameters; got {params}.")
-            first = len(self._list_params())
-            names = [f"added.{first + i}" for i in range(len(params))]
-            if group.get("turn") is not None or group.get("max_turn") is not None:
-                raise ValueError(
-                    "a group that is added later is part of the rest and has no units to turn: "
-                    "give it to the constructor, in groups=."
-                )
-            options = mix_rest_options(self._rest_options, group)
-            group = {**options, "params": params, "param_names": names}
+        is_new = "role" not in param_group  # it does not come from the constructor
+        group = self._complete(param_group) if is_new else dict(param_group)
         check_rate("a group's lr", group["lr"])
         check_rate("a group's weight_decay", group.get("weight_decay", 0.0))
         _check_angles(group)
@@ -250,6 +238,21 @@ class GeometricOptimizer(Optimizer):
             group["lr"] = group["lr"].clone()  # groups must not share the tensor
         super().add_param_group(group)
         self._built = None
+
+    def _complete(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group that is added after construction with all options, as one of the rest."""
+        params = list_params(group["params"])
+        if not params or not all(isinstance(p, Tensor) for p in params):
+            raise ValueError(f"a group's 'params' are parameters; got {params}.")
+        if group.get("turn") is not None or group.get("max_turn") is not None:
+            raise ValueError(
+                "a group that is added later is part of the rest and has no units to turn: "
+                "give it to the constructor, in groups=."
+            )
+        first = len(self._list_params())
+        names = [f"added.{first + i}" for i in range(len(params))]
+        options = mix_rest_options(self._rest_options, group)
+        return {**options, "params": params, "param_names": names}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "turn":
@@ -303,11 +306,10 @@ class GeometricOptimizer(Optimizer):
 
     def _ask_about_peak(self) -> str:
         """Return a question if rates fall before one came near the rate that `turn` is for."""
-        shares = [
-            group["lr"] / group["start_lr"]
-            for group in self.param_groups
-            if _turns(group) and not isinstance(group["lr"], Tensor)
-        ]
+        shares = []
+        for group in self.param_groups:
+            if _turns(group) and not isinstance(group["lr"], Tensor):
+                shares.append(group["lr"] / group["start_lr"])
         share, highest = max(shares, default=1.0), self._highest_share
         self._highest_share = max(share, highest)
         if not share < highest < 1 / 3:
@@ -372,14 +374,18 @@ class GeometricOptimizer(Optimizer):
 
     def _build_blocks(self) -> list[Block]:
         """Put weights that have a gradient and are stepped alike into a block each."""
-        places = {name: (i, p) for i, name, p in self._list_params() if p.grad is not None}
+        places: dict[str | None, tuple[int, Any]] = {}
+        for i, name, p in self._list_params():
+            if p.grad is not None:
+                places[name] = i, p
+
         alike = defaultdict[Any, list[Weight]](list)
         for unit in self._units:
             if unit.name not in places:
                 continue
             group, param = places[unit.name]
             self._check_weight(unit, param)
-            bias_group, bias = places.get(unit.bias or "", (0, None))
+            bias_group, bias = places.get(unit.bias, (0, None))
             weight = Weight(unit, param, bias, (group, bias_group), self.state)
             is_angular = self.param_groups[group]["coordinates"] == "angles" and unit.fan_in > 1
             kind = AngularBlock if is_angular else Block

@@ -33,26 +33,29 @@ class Unit:
 
     name: str
     layout: Layout
+    shape: torch.Size
     parts: tuple[int, ...]  # rows of each layer in it
-    shape: torch.Size = torch.Size()
-    rows: int = 0
-    fan_in: int = 0
-    bias: str | None = None  # stepped as b = r lam
-    norm: str | None = None  # the norm that reads its output, so that r has no effect
-    is_fixed: bool = False  # whether r is held
+    fan_in: int
+    bias: str | None  # stepped as b = r lam
+    norm: str | None  # the norm that reads its output, so that r has no effect
+    is_fixed: bool  # whether r is held
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
 
     def fit(self, shape: torch.Size) -> "Unit":
         """Return the unit for a weight of this shape: pruning may have cut rows."""
         rows, fan_in = self.layout.to_rows(torch.empty(shape, device="meta")).shape
         parts = self.parts
-        if rows != sum(parts):
+        if rows != self.rows:
             if len(parts) > 1:
                 raise ValueError(
                     f"{self.name!r} had {self.rows} rows in {len(parts)} parts and has {rows} "
                     "now: build the optimizer anew."
                 )
             parts = (rows,)
-        return replace(self, parts=parts, shape=shape, rows=rows, fan_in=fan_in)
+        return replace(self, shape=shape, parts=parts, fan_in=fan_in)
 
 
 def find_units(
@@ -95,11 +98,21 @@ def find_units(
             plain[name] = "a row of zeros cannot grow while r is fixed"
             continue
 
-        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
+        bias_name = None
         if bias is not None and holders[id(bias)] == holders[id(weight)]:  # tied alike
-            if names[id(bias)] not in overlaps:
-                unit = replace(unit, bias=names[id(bias)])
-        units[name] = unit.fit(weight.shape)
+            bias_name = names[id(bias)]
+        if bias_name in overlaps:
+            bias_name = None
+        units[name] = Unit(
+            name,
+            candidate.layout,
+            weight.shape,
+            candidate.parts,
+            fan_in=weight.numel() // sum(candidate.parts),
+            bias=bias_name,
+            norm=norm,
+            is_fixed=is_fixed,
+        )
 
     known = {*units, *(unit.bias for unit in units.values())}
     for name, p in parameters.items():
