@@ -33,11 +33,10 @@ class AngularBlock(Block):
             _start_angles(weight, match=self.match)
         lengths, metrics = self._join_layers("length"), self._join_layers("metric")
         self.scale = self.layers.per_row(_find_scale(lengths, metrics))
-        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
-        self.angles = angle_rows_for(shapes, self.scale)
-        self._add_angles([rows * (n - 1) for rows, n in shapes])
+        self.angles = angle_rows_for(self.shapes, self.scale)
+        self._add_angles([rows * (n - 1) for rows, n in self.shapes])
 
-        sizes = [rows * n for rows, n in shapes]
+        sizes = [rows * n for rows, n in self.shapes]
         self.new_rows = self.stored_r.new_zeros(sum(sizes))
         every = torch.ones_like(self.stored_r, dtype=torch.bool)
         self.angles.compute(self.stored, self.stored_r, every, self.new_rows)

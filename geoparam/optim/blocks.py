@@ -248,7 +248,8 @@ class Block:
         self.group = weights[0].group
         self.match = match
         self.layers = Layers(weights)
-        self.counts = [weight.rows for weight in weights]
+        self.shapes = [(weight.rows, weight.unit.fan_in) for weight in weights]
+        self.counts = [rows for rows, _ in self.shapes]
         self.masters: list[tuple[Tensor, Tensor]] = []
         self.variables: list[Variable] = []
         self.w: Any = []  # the rows, and their gradients, in a step
@@ -300,15 +301,14 @@ class Block:
 
     def _add_directions(self) -> None:
         """Lay out increments and their gradients; an increment becomes the new weight."""
-        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
-        sizes = [rows * fan_in for rows, fan_in in shapes]
-        self.rows = rows_for(shapes, self.stored_r)
+        sizes = [rows * fan_in for rows, fan_in in self.shapes]
+        self.rows = rows_for(self.shapes, self.stored_r)
         self.scratch = self.stored_r.new_zeros(2, sum(sizes))
         self.d: list[Tensor] = []
         self.grad_d: list[Tensor] = []
 
         increments, gradients = (memory.split(sizes) for memory in self.scratch)
-        members = zip(self.weights, shapes, increments, gradients, strict=True)
+        members = zip(self.weights, self.shapes, increments, gradients, strict=True)
         for weight, shape, d, grad in members:
             self.d.append(d.view(shape))
             self.grad_d.append(grad.view(shape))

@@ -24,7 +24,7 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.summary import list_groups, list_trained, list_weights
+from geoparam.optim.summary import list_groups, list_weights
 from geoparam.optim.units import Unit, find_units, tell_of_packed, tell_of_stacks
 from geoparam.parameter_groups import undecayed_names
 
@@ -465,12 +465,12 @@ class GeometricOptimizer(Optimizer):
         return {key: value for key, value in kept.items() if not key.endswith("_hooks")}
 
     def __repr__(self) -> str:
-        trained = set(list_trained(self.param_groups))
+        trained = {name for _, name, p in self._list_params() if p.requires_grad}
         count = sum(unit.rows * unit.fan_in for unit in self._units if unit.name in trained)
         known = {"units": self._base.defaults, "rest": self._rest.defaults}
         lines = [
             f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units",
-            *list_groups(self.param_groups, self._units, known),
+            *list_groups(self.param_groups, self._units, trained, known),
             *list_weights(self._units, self._plain, trained),
         ]
         return "\n".join(lines)

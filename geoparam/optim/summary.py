@@ -9,13 +9,17 @@ Group = Mapping[str, Any]
 
 
 def list_groups(
-    groups: Sequence[Group], units: Sequence[Unit], known: Mapping[str, Collection[str]]
+    groups: Sequence[Group],
+    units: Sequence[Unit],
+    trained: Collection[str],
+    known: Mapping[str, Collection[str]],
 ) -> Iterator[str]:
     """Yield a line for each group.
 
     Args:
         groups: those of the optimizer.
         units: those of the model.
+        trained: names of the parameters that are in a group and not frozen.
         known: the options that the optimizers of units and rest have. A schedule of the momentum
             may leave others in a group.
     """
@@ -25,7 +29,8 @@ def list_groups(
         if group["role"] == "units":
             words = _describe_units(group, options)
         else:
-            words = _describe_rest(group, options, _name_stepped(group, before, units))
+            stepped = _name_stepped(group, before, units, trained)
+            words = _describe_rest(group, options, stepped)
         yield f"  group {i}: " + ", ".join(words)
         before = group
 
@@ -66,12 +71,14 @@ def _describe_momentum(group: Group, known: Collection[str]) -> Iterator[str]:
             yield f"{key} {group[key]}"
 
 
-def _name_stepped(group: Group, before: Group, units: Sequence[Unit]) -> str:
+def _name_stepped(
+    group: Group, before: Group, units: Sequence[Unit], trained: Collection[str]
+) -> str:
     """Name what a group of the rest steps: r and lam of units, and other parameters.
 
     The group before it has the units whose r it steps.
     """
-    names = set(list_trained([group]))
+    names = {name for name in group["param_names"] if name in trained}
     biases = names & {unit.bias for unit in units}
     stepped = []
     if any(unit.name in before["param_names"] and not unit.is_fixed for unit in units):
@@ -81,14 +88,6 @@ def _name_stepped(group: Group, before: Group, units: Sequence[Unit]) -> str:
     if names - biases or not stepped:
         stepped.append(f"{len(names - biases)} parameters")
     return ", ".join(stepped)
-
-
-def list_trained(groups: Sequence[Group]) -> Iterator[str]:
-    """Yield the names of the parameters of groups that are not frozen."""
-    for group in groups:
-        for name, p in zip(group["param_names"], group["params"], strict=True):
-            if p.requires_grad:
-                yield name
 
 
 def list_weights(
