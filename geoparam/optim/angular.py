@@ -23,8 +23,7 @@ class AngularBlock(Block):
 
     def __init__(self, weights: list[Weight], *, match: bool) -> None:
         # Weights of one fan-in follow each other: in plain torch they are one matrix.
-        weights.sort(key=lambda weight: (weight.bias is None, weight.unit.fan_in))
-        super().__init__(weights, match=match)
+        super().__init__(sorted(weights, key=lambda weight: weight.unit.fan_in), match=match)
 
     # ---- built once
 

@@ -234,21 +234,21 @@ class Block:
     """Weights of one parameter group, device and type, which are stepped together.
 
     Args:
-        weights: those with a bias come first.
         match: whether directions are stored at the layers' lengths R, not at 1.
 
     Attributes:
+        weights: those with a bias come first.
         variables: what the inner optimizers step.
         results: every tensor that a step changes, and the memory in which its new value is
             computed, by type and layout: one call copies many tensors that are alike.
     """
 
     def __init__(self, weights: list[Weight], *, match: bool) -> None:
-        self.weights = weights
+        self.weights = sorted(weights, key=lambda weight: weight.bias is None)
         self.group = weights[0].group
         self.match = match
-        self.layers = Layers(weights)
-        self.shapes = [(weight.rows, weight.unit.fan_in) for weight in weights]
+        self.layers = Layers(self.weights)
+        self.shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
         self.counts = [rows for rows, _ in self.shapes]
         self.masters: list[tuple[Tensor, Tensor]] = []
         self.variables: list[Variable] = []
@@ -256,7 +256,7 @@ class Block:
         self.g: Any = []
         self.results = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
 
-        for weight in weights:
+        for weight in self.weights:
             weight.start(match=match)
         self._add_scales()
         self._add_biases()

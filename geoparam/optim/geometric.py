@@ -387,15 +387,15 @@ class GeometricOptimizer(Optimizer):
             self._check_weight(unit, param)
             bias_group, bias = places.get(unit.bias, (0, None))
             weight = Weight(unit, param, bias, (group, bias_group), self.state)
-            is_angular = self.param_groups[group]["coordinates"] == "angles" and unit.fan_in > 1
-            kind = AngularBlock if is_angular else Block
-            alike[kind, kind.key(weight)].append(weight)
+            alike[Block.key(weight)].append(weight)
 
         blocks = []
-        for (kind, _), weights in alike.items():
-            weights.sort(key=lambda weight: weight.bias is None)
-            match = self.param_groups[weights[0].group]["match"]
-            blocks.append(kind(weights, match=match))
+        for weights in alike.values():
+            first = weights[0]
+            options = self.param_groups[first.group]
+            is_angular = options["coordinates"] == "angles" and first.unit.fan_in > 1
+            kind = AngularBlock if is_angular else Block
+            blocks.append(kind(weights, match=options["match"]))
         return blocks
 
     def _check_weight(self, unit: Unit, param: Any) -> None:
