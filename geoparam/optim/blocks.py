@@ -455,7 +455,8 @@ class Block:
 
         # A pruned row stays zero, and a row whose square is too large for its type stays as it is.
         is_moved = ~(self.is_pruned | self.r_before.isinf())
-        self.rows.combine(self.w, self.d, a.where(is_moved, 1), b.where(is_moved, 0))
+        a, b = a.where(is_moved, 1), b.where(is_moved, 0)
+        self.rows.combine(self.w, self.d, a, b)
 
     def _share_angle(self, angle: float | Tensor, across: Tensor) -> Tensor:
         """Return each unit's turn, in proportion to `across`.

@@ -184,7 +184,11 @@ def _find_reasons(
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
-    parts = [(p.to_local() if hasattr(p, "to_local") else p, n) for n, p in parameters.items()]
+    parts = []
+    for name, p in parameters.items():
+        part = p.to_local() if hasattr(p, "to_local") else p
+        parts.append((part, name))
+
     overlaps: dict[str, str] = {}
     for group in group_by_memory(parts):
         for first, second in pairwise(group):
