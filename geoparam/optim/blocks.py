@@ -180,14 +180,14 @@ class Layers:
 
 
 class Biases:
-    """The biases of a block, b = r lam: those of its first rows.
+    """The biases of a block's first rows, b = r lam.
 
     Where |b| <= |r|, the distance L = R' b / r is stepped, else the bias as it is: lam would move
     it 1 + lam^2 times as fast as plain training. With `match=False` it is stepped as lam up to
     |b| = 100 |r|, as in converted layers.
     """
 
-    def __init__(self, weights: list[Weight], like: Tensor, match: bool) -> None:
+    def __init__(self, weights: list[Weight], like: Tensor, *, match: bool) -> None:
         self.weights = weights
         self.targets = [find_master(weight.bias, weight.bias_state) for weight in weights]
         self.counts = [weight.rows for weight in weights]
@@ -201,9 +201,12 @@ class Biases:
         return zip(self.weights, self.targets, stepped, grads, strict=True)
 
     def read(self, r: Tensor, mean: Tensor, grad_r: Tensor) -> None:
-        """Compute what is stepped, and its gradient; add the part of the gradient of r.
+        """Compute what is stepped, and its gradient; add to the gradient of r.
 
-        r, R' and the gradient of r are those of all rows.
+        Args:
+            r: of all rows of the block, as the next two.
+            mean: R', the present mean |r| of the layer.
+            grad_r: gets lam dL/db added.
         """
         r, self.mean = r[self.rows], mean[self.rows]
         gradients = [local_gradient(weight.bias, r.dtype) for weight in self.weights]
@@ -294,7 +297,7 @@ class Block:
     def _add_biases(self) -> None:
         """Join the biases; the memory in which their distances are stepped gets the new values."""
         members = [weight for weight in self.weights if weight.bias is not None]
-        self.biases = Biases(members, self.stored_r, self.match)
+        self.biases = Biases(members, self.stored_r, match=self.match)
         for weight, target, lam, grad in self.biases.divide():
             self._add_variable("lam", weight, lam, grad)
             self._add_written(local(weight.bias), target, lam)

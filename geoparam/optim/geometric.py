@@ -527,9 +527,10 @@ def _check_angle(name: str, degrees: Any, most: float) -> None:
 
 
 def _question_peak(group: Mapping[str, Any]) -> str:
-    """Raise above 90 degrees at the present or the schedule's highest rate; question above 4 turn.
+    """Raise where a rate turns units by over 90 degrees; return a question above 4 times `turn`.
 
-    A rate in a tensor is not checked: that would wait for the GPU.
+    The rate is the present one, or OneCycleLR's peak. A rate in a tensor is not checked: that
+    would wait for the GPU.
     """
     turn, lr, start_lr = group["turn"], group["lr"], group["start_lr"]
     if isinstance(lr, Tensor):
