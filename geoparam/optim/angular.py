@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors
 
 from geoparam import sphere
 from geoparam.kernels.angles import angle_rows_for
-from geoparam.optim.blocks import Angle, Block, Weight, local
+from geoparam.optim.blocks import Angle, Block, Layers, Weight, local
 
 
 class AngularBlock(Block):
@@ -23,50 +23,26 @@ class AngularBlock(Block):
 
     def __init__(self, weights: list[Weight], *, match: bool) -> None:
         # Weights of one fan-in follow each other: in plain torch they are one matrix.
-        weights.sort(key=lambda weight: (weight.bias is None, weight.unit.fan_in))
-        super().__init__(weights, match=match)
+        super().__init__(sorted(weights, key=lambda weight: weight.unit.fan_in), match=match)
 
     # ---- built once
 
     def _add_directions(self) -> None:
-        self._start_angles()
-        metrics = torch.cat([weight.state["metric"] for weight in self.weights])
-        self.scale = self._find_scale(metrics)
-        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
-        self.angles = angle_rows_for(shapes, self.scale)
-        self._add_angles([rows * (n - 1) for rows, n in shapes])
+        for weight in self.weights:
+            _start_angles(weight, match=self.match)
+        lengths, metrics = self._join_layers("length"), self._join_layers("metric")
+        self.scale = self.layers.per_row(_find_scale(lengths, metrics))
+        self.angles = angle_rows_for(self.shapes, self.scale)
+        self._add_angles([rows * (n - 1) for rows, n in self.shapes])
 
-        sizes = [rows * n for rows, n in shapes]
+        sizes = [rows * n for rows, n in self.shapes]
         self.new_rows = self.stored_r.new_zeros(sum(sizes))
-        self.has_written = False  # whether new_rows are the last step's
+        every = torch.ones_like(self.stored_r, dtype=torch.bool)
+        self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
         for weight, rows in zip(self.weights, self.new_rows.split(sizes), strict=True):
             layout = weight.unit.layout
             target = layout.view(weight.target)
             self._add_written(layout.view(local(weight.param)), target, rows)
-
-    def _start_angles(self) -> None:
-        """Write the first angles, and the mean of their metric, into new states."""
-        if all("direction" in weight.state for weight in self.weights):
-            return
-        latitudes = []
-        for weight in self.weights:
-            latitudes.append(sphere.to_latitude(weight.unit.layout.to_rows(weight.target)))
-        metrics = torch.ones_like(self.layers.sizes)
-        if self.match:
-            by_row = torch.cat([sphere.metric(x).mean(dim=1) for x in latitudes])
-            metrics = sphere.nonzero(self.layers.means(by_row))
-
-        divided = self._divide(self._find_scale(metrics))
-        starts = zip(divided, latitudes, self.layers.divide(metrics), strict=True)
-        for (weight, scale), latitude, metric in starts:
-            if "direction" not in weight.state:
-                first = (latitude * scale[:, None]).to(scale.dtype)
-                weight.state["direction"] = weight.shard(first)
-                weight.state["metric"] = metric
-
-    def _find_scale(self, metrics: Tensor) -> Tensor:
-        """Return R sqrt(m) of each row."""
-        return self.lengths * self.layers.per_row(metrics).sqrt()
 
     def _add_angles(self, sizes: list[int]) -> None:
         """Join the states' latitudes, and let increments of them be stepped."""
@@ -94,10 +70,6 @@ class AngularBlock(Block):
     def _read_directions(self) -> None:
         self.w = self._join(weight.target for weight in self.weights)
         self.g = self._join(weight.find_gradient() for weight in self.weights)
-        if not self.has_written:
-            every = torch.ones_like(self.stored_r, dtype=torch.bool)
-            self.angles.compute(self.stored, self.stored_r, every, self.new_rows)
-
         self.r_before = self.angles.take_up(self.w, self.new_rows, self.stored, self.stored_r)
         grad_r = self.angles.differentiate(
             self.g, self.stored, self.r_before, self.stored_r, self.gradient
@@ -120,4 +92,24 @@ class AngularBlock(Block):
         )
         r = self.r.where(~self.is_pruned, 0)
         self.angles.compute(self.increment, r, is_moved, self.new_rows)
-        self.has_written = True
+
+
+def _start_angles(weight: Weight, *, match: bool) -> None:
+    """Write the first angles, and the mean of their metric, into a new state."""
+    state = weight.state
+    if "direction" in state:
+        return
+    layers = Layers([weight])
+    latitude = sphere.to_latitude(weight.unit.layout.to_rows(weight.target))
+    metric = torch.ones_like(layers.sizes)
+    if match:
+        metric = sphere.nonzero(layers.means(sphere.metric(latitude).mean(dim=1)))
+
+    scale = layers.per_row(_find_scale(state["length"], metric))
+    state["direction"] = weight.shard((latitude * scale[:, None]).to(scale.dtype))
+    state["metric"] = metric
+
+
+def _find_scale(length: Tensor, metric: Tensor) -> Tensor:
+    """Return R sqrt(m) of each layer."""
+    return sphere.nonzero(length) * metric.sqrt()

@@ -64,7 +64,8 @@ class Recipe:
             ) from error
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"{role} must make a torch optimizer; it made {type(optimizer)}.")
-        self.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        self.defaults = dict(optimizer.param_groups[0])
+        del self.defaults["params"]
 
         fault = _find_fault(optimizer, given["lr"])
         if not fault and not self.is_muon and device.type != "meta":
@@ -82,13 +83,17 @@ class Recipe:
         except (RuntimeError, AssertionError) as error:
             return f"cannot step a dense matrix ({error})"
         group = optimizer.param_groups[0]
-        names = group.keys() - {"params", "lr", "weight_decay"}
-        if changed := sorted(name for name in names if group[name] != self.defaults.get(name)):
+        names = sorted(group.keys() - {"params", "lr", "weight_decay"})
+        changed = [name for name in names if group[name] != self.defaults.get(name)]
+        if changed:
             return f"counts in its parameter groups ({', '.join(changed)})"
         if any(not isinstance(key, Tensor) for key in optimizer.state):
             return "keeps a state beside the parameters'"
 
-        if role == "base" and not torch.allclose(move, self._try(device, 1.0)[0], 1e-6, 1e-9):
+        if role == "rest":
+            return ""
+        other_move, _ = self._try(device, value=1.0)
+        if not torch.allclose(move, other_move, rtol=1e-6, atol=1e-9):
             return (
                 "steps a parameter not by its gradients alone but also by its values or by other "
                 "parameters (a decay of its own, as ASGD's lambd, must be 0)"

@@ -62,14 +62,16 @@ class Weight:
         self.matrix = self.view(self.target) if self.is_direct else None
 
     def _find_whether_direct(self) -> bool:
-        axes, shape, strides = self.unit.layout.axes, self.target.shape, self.target.stride()
+        axes, strides = self.unit.layout.axes, self.target.stride()
         if axes not in ("oi", "eoi"):
             return False
         without_gaps = torch.empty_like(self.target).stride()
         if not without_gaps == strides == local(self.param).stride():  # a master's may be older
             return False
-        row_axes = range(len(axes) - 1)  # experts may have inputs before outputs
-        return all(strides[k] == math.prod(shape[k + 1 :]) for k in row_axes)
+        for axis in range(len(axes) - 1):  # experts may have inputs before outputs
+            if strides[axis] != self.target.shape[axis + 1 :].numel():
+                return False
+        return True
 
     def view(self, x: Tensor) -> Tensor:
         """Return a view of memory laid out as the target's, in which rows follow each other."""
@@ -84,7 +86,7 @@ class Weight:
     def to_matrix(self, x: Tensor) -> Tensor:
         """Return a tensor of the target's shape as rows, in the order they are stepped in."""
         if not self.is_direct:
-            return self.view(x).reshape(self.rows, self.unit.fan_in).contiguous()
+            return self.unit.layout.to_rows(x).contiguous()
         if x.stride() != self.target.stride():
             x = torch.empty_like(self.target).copy_(x)
         return self.view(x)
@@ -105,6 +107,29 @@ class Weight:
             return x
         length = len(self.param) if x.shape == self.target.shape else self.unit.rows
         return shard_like(self.param, x, length)
+
+    def start(self, *, match: bool) -> None:
+        """Write the first r, and R, into a new state; R is 0 for a layer of zeros."""
+        if "r" in self.state:
+            return
+        unit, layers = self.unit, Layers([self])
+        r = torch.linalg.vector_norm(self.read().double(), dim=1)  # their squares fit
+        sums, nonzeros = layers.sums(r, r != 0)
+        if unit.is_fixed and (nonzeros < layers.sizes).any():
+            raise ValueError(
+                f"{unit.name!r} has a row of zeros, which cannot grow while r is fixed: load "
+                "weights before the optimizer is built, so that this layer stays plain, or give "
+                "scale='free'."
+            )
+
+        length = (nonzeros > 0).to(sums)
+        if match:
+            length = sums / nonzeros.clamp(min=1)
+        self.state["r"] = self.shard(r.to(sums.dtype))
+        self.state["length"] = length
+        self.state["parts"] = torch.tensor(unit.parts, device=length.device)
+        self.state["fan_in"] = unit.fan_in
+        self.state["is_fixed"] = int(unit.is_fixed)
 
     def count_rows(self) -> list[int]:
         """Return how many rows of each part this process has."""
@@ -132,13 +157,13 @@ class Layers:
         self.counts = torch.tensor(counts, device=device)
         self.sizes = torch.tensor(sizes, device=device, dtype=dtype)
         self.total = sum(counts)
-        self.parts = [len(weight.unit.parts) for weight in weights]
         self.processes = find_process_group(first.param) if first.is_sharded else None
 
     def sums(self, *per_row: Tensor) -> Sequence[Tensor]:
         """Return each quantity's sums; NaN and infinity count as 0: they harm no other row."""
         # One after the other: a GPU sums each column of a matrix by a single thread.
-        rows = torch.cat([x.to(self.sizes.dtype) for x in per_row]).nan_to_num(0.0, 0.0, 0.0)
+        rows = torch.cat([x.to(self.sizes.dtype) for x in per_row])
+        rows = rows.nan_to_num(0.0, 0.0, 0.0)
         lengths = self.counts.repeat(len(per_row))
         sums = torch.segment_reduce(rows, "sum", lengths=lengths, initial=0, unsafe=True)
         if self.processes is not None:
@@ -149,41 +174,93 @@ class Layers:
         """Return the mean of each layer."""
         return self.sums(per_row)[0] / self.sizes
 
-    def divide(self, per_layer: Tensor) -> list[Tensor]:
-        """Return copies of the entries of each weight's layers."""
-        return [part.clone() for part in per_layer.split(self.parts)]
-
     def per_row(self, per_layer: Tensor) -> Tensor:
         """Return one number for each layer as one for each row."""
         return per_layer.repeat_interleave(self.counts, output_size=self.total)
+
+
+class Biases:
+    """The biases of a block's first rows, b = r lam.
+
+    Where |b| <= |r|, the distance L = R' b / r is stepped, else the bias as it is: lam would move
+    it 1 + lam^2 times as fast as plain training. With `match=False` it is stepped as lam up to
+    |b| = 100 |r|, as in converted layers.
+    """
+
+    def __init__(self, weights: list[Weight], like: Tensor, *, match: bool) -> None:
+        self.weights = weights
+        self.targets = [find_master(weight.bias, weight.bias_state) for weight in weights]
+        self.counts = [weight.rows for weight in weights]
+        self.rows = slice(sum(self.counts))
+        self.steepest = 1 if match else STEEPEST
+        self.stepped, self.grad = like.new_zeros(2, sum(self.counts))
+
+    def divide(self) -> Iterator[Any]:
+        """Yield each weight with its bias, what is stepped for it, and the gradient of that."""
+        stepped, grads = self.stepped.split(self.counts), self.grad.split(self.counts)
+        return zip(self.weights, self.targets, stepped, grads, strict=True)
+
+    def read(self, r: Tensor, mean: Tensor, grad_r: Tensor) -> None:
+        """Compute what is stepped, and its gradient; add to the gradient of r.
+
+        Args:
+            r: of all rows of the block, as the next two.
+            mean: R', the present mean |r| of the layer.
+            grad_r: gets lam dL/db added.
+        """
+        r, self.mean = r[self.rows], mean[self.rows]
+        gradients = [local_gradient(weight.bias, r.dtype) for weight in self.weights]
+        grad = _flatten_dense_tensors(gradients)
+        self.before = _flatten_dense_tensors(self.targets)
+
+        has_length = (r != 0) & r.isfinite()
+        self.is_near = has_length & (self.before.abs() <= self.steepest * r.abs())
+        self.lam = torch.where(self.is_near, self.before / replace_zeros(r), 0)
+        by_distance = torch.where(self.is_near, r / self.mean, 1)  # db / dL
+
+        distance = self.mean * self.lam
+        self.stepped.copy_(torch.where(self.is_near, distance, self.before))
+        self.stepped_before = self.stepped.clone()
+        self.grad.copy_(by_distance * grad)
+        grad_r[self.rows] += self.lam * grad
+
+    def compute(self, r: Tensor, r_before: Tensor) -> None:
+        """Compute the new biases, r L / R', as b and its change: no step, no rounding."""
+        r, change_of_r = r[self.rows], (r - r_before)[self.rows]
+        change = self.stepped - self.stepped_before
+
+        change_near = self.lam * change_of_r + r / self.mean * change
+        self.stepped.copy_(self.before + torch.where(self.is_near, change_near, change))
 
 
 class Block:
     """Weights of one parameter group, device and type, which are stepped together.
 
     Args:
-        weights: those with a bias come first.
         match: whether directions are stored at the layers' lengths R, not at 1.
 
     Attributes:
+        weights: those with a bias come first.
         variables: what the inner optimizers step.
         results: every tensor that a step changes, and the memory in which its new value is
             computed, by type and layout: one call copies many tensors that are alike.
     """
 
     def __init__(self, weights: list[Weight], *, match: bool) -> None:
-        self.weights = weights
+        self.weights = sorted(weights, key=lambda weight: weight.bias is None)
         self.group = weights[0].group
         self.match = match
-        self.layers = Layers(weights)
-        self.counts = [weight.rows for weight in weights]
+        self.layers = Layers(self.weights)
+        self.shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
+        self.counts = [rows for rows, _ in self.shapes]
         self.masters: list[tuple[Tensor, Tensor]] = []
         self.variables: list[Variable] = []
         self.w: Any = []  # the rows, and their gradients, in a step
         self.g: Any = []
         self.results = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
 
-        self._start_states()
+        for weight in self.weights:
+            weight.start(match=match)
         self._add_scales()
         self._add_biases()
         self._add_directions()
@@ -197,34 +274,6 @@ class Block:
 
     # ---- built once
 
-    def _start_states(self) -> None:
-        """Write the first r, and R, into new states; R is 0 for a layer of zeros."""
-        if all("r" in weight.state for weight in self.weights):
-            return
-        norms = []
-        for weight in self.weights:
-            rows = weight.read().double()  # their squares fit
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        r = torch.cat(norms)
-
-        sums, nonzeros = self.layers.sums(r, r != 0)
-        lengths = (nonzeros > 0).to(sums)
-        if self.match:
-            lengths = sums / nonzeros.clamp(min=1)
-
-        lengths_of = self.layers.divide(lengths)
-        are_full = self.layers.divide(nonzeros == self.layers.sizes)
-        divided = self._divide(r.to(sums.dtype))
-        for (weight, first_r), length, is_full in zip(divided, lengths_of, are_full, strict=True):
-            if "r" in weight.state:
-                continue
-            _check_rows(weight, is_full)
-            weight.state["r"] = weight.shard(first_r)
-            weight.state["length"] = length
-            weight.state["parts"] = torch.tensor(weight.unit.parts, device=length.device)
-            weight.state["fan_in"] = weight.unit.fan_in
-            weight.state["is_fixed"] = int(weight.unit.is_fixed)
-
     def _add_scales(self) -> None:
         """Join the states' r, which have signs, and are 0 in rows that never had a direction."""
         self.stored_r = self._join_state("r")
@@ -234,7 +283,7 @@ class Block:
             if not weight.unit.is_fixed:
                 self._add_variable("r", weight, r, grad)
 
-        lengths = torch.cat([weight.state["length"] for weight in self.weights])
+        lengths = self._join_layers("length")
         self.lengths = self.layers.per_row(replace_zeros(lengths))
         self.began_as_zeros = self.layers.per_row(lengths == 0)
         self.has_zero_layers = not lengths.all()
@@ -246,37 +295,26 @@ class Block:
             pace.fill_(math.sqrt(weight.unit.fan_in))
 
     def _add_biases(self) -> None:
-        """Join the biases; the memory in which their distances are stepped gets the new values.
-
-        Weights with a bias come first, so that the rows of all biases are one slice.
-        """
-        self.with_bias = [weight for weight in self.weights if weight.bias is not None]
-        counts = [weight.rows for weight in self.with_bias]
-        self.bias_rows = slice(sum(counts))
-        self.lam, self.grad_lam = self.stored_r.new_zeros(2, sum(counts))
-        self.biases: list[Tensor] = []
-
-        parts = self.lam.split(counts), self.grad_lam.split(counts)
-        for weight, lam, grad in zip(self.with_bias, *parts, strict=True):
-            target = find_master(weight.bias, weight.bias_state)
-            self.biases.append(target)
+        """Join the biases; the memory in which their distances are stepped gets the new values."""
+        members = [weight for weight in self.weights if weight.bias is not None]
+        self.biases = Biases(members, self.stored_r, match=self.match)
+        for weight, target, lam, grad in self.biases.divide():
             self._add_variable("lam", weight, lam, grad)
             self._add_written(local(weight.bias), target, lam)
 
     def _add_directions(self) -> None:
         """Lay out increments and their gradients; an increment becomes the new weight."""
-        shapes = [(weight.rows, weight.unit.fan_in) for weight in self.weights]
-        sizes = [rows * fan_in for rows, fan_in in shapes]
-        self.rows = rows_for(shapes, self.stored_r)
+        sizes = [rows * fan_in for rows, fan_in in self.shapes]
+        self.rows = rows_for(self.shapes, self.stored_r)
         self.scratch = self.stored_r.new_zeros(2, sum(sizes))
         self.d: list[Tensor] = []
         self.grad_d: list[Tensor] = []
 
         increments, gradients = (memory.split(sizes) for memory in self.scratch)
-        for i, weight in enumerate(self.weights):
-            d, grad = increments[i], gradients[i]
-            self.d.append(d.view(shapes[i]))
-            self.grad_d.append(grad.view(shapes[i]))
+        members = zip(self.weights, self.shapes, increments, gradients, strict=True)
+        for weight, shape, d, grad in members:
+            self.d.append(d.view(shape))
+            self.grad_d.append(grad.view(shape))
 
             parameter = weight.view(local(weight.param))
             self._add_written(parameter, weight.view(weight.target), d)
@@ -293,6 +331,10 @@ class Block:
         for weight, part in self._divide(joined):
             weight.state[key] = weight.shard(part)
         return joined
+
+    def _join_layers(self, key: str) -> Tensor:
+        """Return an entry of all weights that has one number for each layer."""
+        return torch.cat([weight.state[key] for weight in self.weights])
 
     def _add_variable(self, name: str, weight: Weight, value: Tensor, grad: Tensor) -> None:
         """Let an inner optimizer step `value`, which belongs to the weight or its bias."""
@@ -324,7 +366,7 @@ class Block:
         """Compute the gradients of directions, r and lam from those of weights and biases."""
         for half, master in self.masters:  # the parameter may have been written since
             put(master, master.to(half.dtype) != half, half.to(master.dtype))
-        if self.match and self.has_zero_layers:  # without a first length, R is the present one
+        if self.has_zero_layers:  # without a first length, R is the present one
             means = self._spread_mean(self.stored_r)
             self.lengths = torch.where(self.began_as_zeros, means, self.lengths)
 
@@ -334,13 +376,15 @@ class Block:
         is_zero = self.r_before == 0
         self.is_new = is_zero & (self.stored_r == 0)
         self.is_pruned = is_zero & (self.stored_r != 0)
-        if self.biases:
-            self._read_biases()
+        if self.biases.targets:
+            self.biases.read(self.r_before, self._spread_mean(self.r_before), self.grad_r)
 
     def _spread_mean(self, r: Tensor) -> Tensor:
-        """Return the mean |r| of each row's layer, and 1 where it is 0."""
-        means = self.layers.per_row(self.layers.means(r.abs()))
-        return replace_zeros(means)
+        """Return R' for each row: its layer's mean |r|; 1 where that is 0, and without `match`."""
+        if not self.match:
+            return torch.ones_like(r)
+        means = self.layers.means(r.abs())
+        return self.layers.per_row(replace_zeros(means))
 
     def _claim_scratch(self) -> None:
         """Allocate the scratch memory again, and set increments to 0."""
@@ -357,32 +401,6 @@ class Block:
         self.r_before, grad_r, self.size_g = projected
         self.grad_r.copy_(grad_r)
 
-    def _read_biases(self) -> None:
-        """Step a bias as L = R' b / r where |b| <= |r|, else as it is.
-
-        lam would move a bias 1 + lam^2 times as fast as plain training. With `match=False` it is
-        stepped as lam up to |b| = 100 |r|, as in converted layers.
-        """
-        gradients = [local_gradient(weight.bias, self.lam.dtype) for weight in self.with_bias]
-        grad_bias = _flatten_dense_tensors(gradients)
-        self.bias = _flatten_dense_tensors(self.biases)
-
-        r = self.r_before[self.bias_rows]
-        steepest = 1 if self.match else STEEPEST
-        has_length = (r != 0) & r.isfinite()
-        self.is_near = has_length & (self.bias.abs() <= steepest * r.abs())
-        self.distance = torch.where(self.is_near, self.bias / replace_zeros(r), 0)  # b / r
-
-        self.mean = torch.ones_like(r)
-        if self.match:
-            self.mean = self._spread_mean(self.r_before)[self.bias_rows]
-        by_lam = torch.where(self.is_near, r / self.mean, 1)  # db / dL
-
-        self.lam.copy_(torch.where(self.is_near, self.mean * self.distance, self.bias))
-        self.lam_before = self.lam.clone()
-        self.grad_lam.copy_(by_lam * grad_bias)
-        self.grad_r[self.bias_rows] += self.distance * grad_bias
-
     # ---- after the optimizers have stepped
 
     def compute(self, angle: Angle, max_angle: Angle) -> None:
@@ -398,8 +416,8 @@ class Block:
         if angle is not None or max_angle is not None:
             self._keep_signs()
         self._compute_directions(angle, max_angle)
-        if self.biases:
-            self._compute_biases()
+        if self.biases.targets:
+            self.biases.compute(self.r, self.r_before)
         # A pruned row has no r now; its sign is kept for when it comes back.
         put(self.r, self.is_pruned, self.stored_r)
 
@@ -440,7 +458,8 @@ class Block:
 
         # A pruned row stays zero, and a row whose square is too large for its type stays as it is.
         is_moved = ~(self.is_pruned | self.r_before.isinf())
-        self.rows.combine(self.w, self.d, a.where(is_moved, 1), b.where(is_moved, 0))
+        a, b = a.where(is_moved, 1), b.where(is_moved, 0)
+        self.rows.combine(self.w, self.d, a, b)
 
     def _share_angle(self, angle: float | Tensor, across: Tensor) -> Tensor:
         """Return each unit's turn, in proportion to `across`.
@@ -454,15 +473,6 @@ class Block:
         by_across = torch.where(is_still, 0, angle / rms)
         return across * self.layers.per_row(by_across)
 
-    def _compute_biases(self) -> None:
-        """Write the new biases, r L / R', to `lam`, as b and its change: no step, no rounding."""
-        r = self.r[self.bias_rows]
-        change_of_r = r - self.r_before[self.bias_rows]
-        change = self.lam - self.lam_before
-
-        change_near = self.distance * change_of_r + r / self.mean * change
-        self.lam.copy_(self.bias + torch.where(self.is_near, change_near, change))
-
     def write(self) -> None:
         """Write what `compute` has computed: weights, biases, masters and r."""
         for pairs in self.results.values():
@@ -474,16 +484,6 @@ class Block:
         self.w = self.g = []
         if not self.scratch.is_cpu:
             self.scratch.untyped_storage().resize_(0)
-
-
-def _check_rows(weight: Weight, are_full: Tensor) -> None:
-    """Raise where r is fixed and a row is zero, so that it could never grow."""
-    if weight.unit.is_fixed and not are_full.all():
-        raise ValueError(
-            f"{weight.unit.name!r} has a row of zeros, which cannot grow while r is fixed: load "
-            "weights before the optimizer is built, so that this layer stays plain, or give "
-            "scale='free'."
-        )
 
 
 def put(target: Tensor, is_chosen: Tensor, values: Tensor) -> None:
@@ -515,5 +515,7 @@ def find_master(p: Any, state: State) -> Tensor:
         return part
     if "master" not in state:
         master = part.float()
-        state["master"] = shard_like(p, master, len(p)) if hasattr(p, "placements") else master
+        if hasattr(p, "placements"):
+            master = shard_like(p, master, len(p))
+        state["master"] = master
     return local(state["master"])

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
@@ -24,13 +24,8 @@ from geoparam.optim.blocks import Block, Weight
 from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import (
-    Unit,
-    find_units,
-    format_table,
-    tell_of_packed,
-    tell_of_stacks,
-)
+from geoparam.optim.summary import list_groups, list_weights
+from geoparam.optim.units import Unit, find_units, tell_of_packed, tell_of_stacks
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -142,8 +137,6 @@ class GeometricOptimizer(Optimizer):
             check_sharding(unit, params[unit.name])
         self._base = Recipe("base", base, lr, base_options, find_device(model))
         self._rest = choose_rest(self._base, rest, lr, base_options, model)
-        self._coordinates = coordinates
-        self._match = match
         self._guesses_scale = scale == "auto"
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in params.values())
@@ -151,7 +144,18 @@ class GeometricOptimizer(Optimizer):
         self._highest_share = 0.0  # of the rates that the angles are for
         self._built: _Built | None = None
 
-        unit_options = self._make_unit_options(lr, turn, max_turn)
+        # Plain values alone, which any loader of states takes.
+        unit_options = {
+            **self._base.defaults,
+            "lr": lr,
+            "role": "units",
+            "base": self._base.name,
+            "coordinates": coordinates,
+            "match": match,
+            "turn": turn,
+            "max_turn": max_turn,
+            "start_lr": float(lr),
+        }
         _check_angles(unit_options)
         if turn is not None:
             self._question_rates(turn, float(lr))
@@ -189,22 +193,6 @@ class GeometricOptimizer(Optimizer):
                 f"direction; it is far too large. The angle is turn={turn:g}."
             )
 
-    def _make_unit_options(
-        self, lr: float | Tensor, turn: float | None, max_turn: float | None
-    ) -> dict[str, Any]:
-        """Return the options of unit groups, in plain values that any loader takes."""
-        return {
-            **self._base.defaults,
-            "lr": lr,
-            "role": "units",
-            "base": self._base.name,
-            "coordinates": self._coordinates,
-            "match": self._match,
-            "turn": turn,
-            "max_turn": max_turn,
-            "start_lr": float(lr),
-        }
-
     def _make_rest_options(
         self,
         lr: float | Tensor,
@@ -238,20 +226,8 @@ class GeometricOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise ValueError(f"a group is a dict with 'params'; got {param_group!r}.")
-        group = dict(param_group)
-        if "role" not in group:
-            params = list_params(group["params"])
-            if not params or not all(isinstance(p, Tensor) for p in params):
-                raise ValueError(f"a group's 'params' are parameters; got {params}.")
-            first = len(self._list_params())
-            names = [f"added.{first + i}" for i in range(len(params))]
-            if group.get("turn") is not None or group.get("max_turn") is not None:
-                raise ValueError(
-                    "a group that is added later is part of the rest and has no units to turn: "
-                    "give it to the constructor, in groups=."
-                )
-            options = mix_rest_options(self._rest_options, group)
-            group = {**options, "params": params, "param_names": names}
+        is_new = "role" not in param_group  # it does not come from the constructor
+        group = self._complete(param_group) if is_new else dict(param_group)
         check_rate("a group's lr", group["lr"])
         check_rate("a group's weight_decay", group.get("weight_decay", 0.0))
         _check_angles(group)
@@ -262,6 +238,21 @@ class GeometricOptimizer(Optimizer):
             group["lr"] = group["lr"].clone()  # groups must not share the tensor
         super().add_param_group(group)
         self._built = None
+
+    def _complete(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group that is added after construction with all options, as one of the rest."""
+        params = list_params(group["params"])
+        if not params or not all(isinstance(p, Tensor) for p in params):
+            raise ValueError(f"a group's 'params' are parameters; got {params}.")
+        if group.get("turn") is not None or group.get("max_turn") is not None:
+            raise ValueError(
+                "a group that is added later is part of the rest and has no units to turn: "
+                "give it to the constructor, in groups=."
+            )
+        first = len(self._list_params())
+        names = [f"added.{first + i}" for i in range(len(params))]
+        options = mix_rest_options(self._rest_options, group)
+        return {**options, "params": params, "param_names": names}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "turn":
@@ -315,11 +306,10 @@ class GeometricOptimizer(Optimizer):
 
     def _ask_about_peak(self) -> str:
         """Return a question if rates fall before one came near the rate that `turn` is for."""
-        shares = [
-            group["lr"] / group["start_lr"]
-            for group in self.param_groups
-            if _turns(group) and not isinstance(group["lr"], Tensor)
-        ]
+        shares = []
+        for group in self.param_groups:
+            if _turns(group) and not isinstance(group["lr"], Tensor):
+                shares.append(group["lr"] / group["start_lr"])
         share, highest = max(shares, default=1.0), self._highest_share
         self._highest_share = max(share, highest)
         if not share < highest < 1 / 3:
@@ -384,23 +374,28 @@ class GeometricOptimizer(Optimizer):
 
     def _build_blocks(self) -> list[Block]:
         """Put weights that have a gradient and are stepped alike into a block each."""
-        places = {name: (i, p) for i, name, p in self._list_params() if p.grad is not None}
+        places: dict[str | None, tuple[int, Any]] = {}
+        for i, name, p in self._list_params():
+            if p.grad is not None:
+                places[name] = i, p
+
         alike = defaultdict[Any, list[Weight]](list)
         for unit in self._units:
             if unit.name not in places:
                 continue
             group, param = places[unit.name]
             self._check_weight(unit, param)
-            bias_group, bias = places.get(unit.bias or "", (0, None))
+            bias_group, bias = places.get(unit.bias, (0, None))
             weight = Weight(unit, param, bias, (group, bias_group), self.state)
-            is_angular = self._coordinates == "angles" and unit.fan_in > 1
-            kind = AngularBlock if is_angular else Block
-            alike[kind, kind.key(weight)].append(weight)
+            alike[Block.key(weight)].append(weight)
 
         blocks = []
-        for (kind, _), weights in alike.items():
-            weights.sort(key=lambda weight: weight.bias is None)
-            blocks.append(kind(weights, match=self._match))
+        for weights in alike.values():
+            first = weights[0]
+            options = self.param_groups[first.group]
+            is_angular = options["coordinates"] == "angles" and first.unit.fan_in > 1
+            kind = AngularBlock if is_angular else Block
+            blocks.append(kind(weights, match=options["match"]))
         return blocks
 
     def _check_weight(self, unit: Unit, param: Any) -> None:
@@ -471,55 +466,14 @@ class GeometricOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         trained = {name for _, name, p in self._list_params() if p.requires_grad}
-        count = sum(u.rows * u.fan_in for u in self._units if u.name in trained)
-        lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
-        for i, group in enumerate(self.param_groups):
-            describe = self._describe_units if group["role"] == "units" else self._describe_rest
-            lines.append(f"  group {i}: " + ", ".join(describe(i, group)))
-        return "\n".join([*lines, format_table(self._units, self._plain, trained)])
-
-    def _describe_units(self, i: int, group: dict[str, Any]) -> Iterator[str]:
-        """Say who steps the directions of a group, and how far."""
-        yield f"directions ({self._coordinates}) by {self._base.name}"
-        rate = float(group["lr"])
-        if group["turn"] is None:
-            yield f"lr {rate:g}"
-        else:
-            yield f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}"
-            if rate != group["start_lr"]:
-                yield f"now {float(_find_degrees(group)):g} at lr {rate:g}"
-        if group["max_turn"] is not None:
-            yield f"max_turn {group['max_turn']:g}"
-        yield from _describe_momentum(group, self._base.defaults)
-        yield "no decay"
-
-    def _describe_rest(self, i: int, group: dict[str, Any]) -> Iterator[str]:
-        """Say who steps a group of the rest, how far, and what decays."""
-        yield f"{self._name_stepped(i, group)} by {self._rest.name}"
-        rate = float(group["lr"])
-        yield f"lr {rate * group['lr_ratio']:g}"
-        if group["scale_ratio"] != group["lr_ratio"]:
-            yield f"lr of r {rate * group['scale_ratio']:g}"
-        yield from _describe_momentum(group, self._rest.defaults)
-        if any(p.ndim > 1 for p in group["params"]):
-            yield f"decay {group['weight_decay']:g} on other matrices"
-        if group["scale_decay"]:
-            yield f"decay {group['scale_decay']:g} on r"
-
-    def _name_stepped(self, i: int, group: dict[str, Any]) -> str:
-        """Name what a group of the rest steps: r and lam of units, and other parameters."""
-        before = self.param_groups[max(0, i - 1)]  # the units whose r it steps
-        named = zip(group["param_names"], group["params"], strict=True)
-        names = {name for name, p in named if p.requires_grad}
-        biases = names & {unit.bias for unit in self._units}
-        stepped = []
-        if any(u.name in before["param_names"] and not u.is_fixed for u in self._units):
-            stepped.append("r")
-        if biases:
-            stepped.append("lam")
-        if names - biases or not stepped:
-            stepped.append(f"{len(names - biases)} parameters")
-        return ", ".join(stepped)
+        count = sum(unit.rows * unit.fan_in for unit in self._units if unit.name in trained)
+        known = {"units": self._base.defaults, "rest": self._rest.defaults}
+        lines = [
+            f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units",
+            *list_groups(self.param_groups, self._units, trained, known),
+            *list_weights(self._units, self._plain, trained),
+        ]
+        return "\n".join(lines)
 
 
 def _turns(group: Mapping[str, Any]) -> bool:
@@ -529,11 +483,6 @@ def _turns(group: Mapping[str, Any]) -> bool:
 
 def _find_degrees(group: Mapping[str, Any]) -> Any:
     return group["turn"] * group["lr"] / group["start_lr"]
-
-
-def _describe_momentum(group: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Name what a group averages by; a cycle may leave keys that its optimizer does not know."""
-    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in known]
 
 
 @dataclass
@@ -546,19 +495,12 @@ class _Built:
 
 
 def _check_angles(group: Mapping[str, Any]) -> str:
-    """Raise where units cannot turn so; return a question where the rate's angle looks too large.
-
-    A rate in a tensor is not checked: that would wait for the GPU.
-    """
+    """Raise where units cannot turn so; return a question where an angle looks too large."""
     if group["role"] != "units":
         return ""
-    turn, max_turn, start_lr = group["turn"], group["max_turn"], group["start_lr"]
-    for name, value, most in (("turn", turn, 90), ("max_turn", max_turn, 180)):
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value <= most):
-            raise ValueError(
-                f"{name} is an angle in degrees, above 0 and at most {most}; got {value!r}."
-            )
+    turn, max_turn = group["turn"], group["max_turn"]
+    _check_angle("turn", turn, most=90)
+    _check_angle("max_turn", max_turn, most=180)
     if turn is None:
         return ""
     if group["coordinates"] == "angles":
@@ -570,24 +512,46 @@ def _check_angles(group: Mapping[str, Any]) -> str:
         raise ValueError(
             f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
         )
-    if not start_lr:
+    if not group["start_lr"]:
         raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
-    if isinstance(group["lr"], Tensor):
-        return ""
+    return _question_peak(group)
 
+
+def _check_angle(name: str, degrees: Any, most: float) -> None:
+    """Raise unless it is None or an angle up to the largest."""
+    is_number = isinstance(degrees, Real) and not isinstance(degrees, bool)
+    if degrees is not None and not (is_number and 0 < degrees <= most):
+        raise ValueError(
+            f"{name} is an angle in degrees, above 0 and at most {most}; got {degrees!r}."
+        )
+
+
+def _question_peak(group: Mapping[str, Any]) -> str:
+    """Raise where a rate turns units by over 90 degrees; return a question above 4 times `turn`.
+
+    The rate is the present one, or OneCycleLR's peak. A rate in a tensor is not checked: that
+    would wait for the GPU.
+    """
+    turn, lr, start_lr = group["turn"], group["lr"], group["start_lr"]
+    if isinstance(lr, Tensor):
+        return ""
     peak = group.get("max_lr", 0.0)  # as OneCycleLR notes it
-    rate = max(group["lr"], peak)
+    rate = max(lr, peak)
     angle = turn * (rate / start_lr)
     is_far = rate > 4 * start_lr
-    words = f"a rate of {rate:g} turns units by {angle:g} degrees: turn={turn:g} is for "
-    words += f"lr={start_lr:g}. "
+    words = (
+        f"a rate of {rate:g} turns units by {angle:g} degrees: turn={turn:g} is for "
+        f"lr={start_lr:g}. "
+    )
     if is_far and math.isclose(peak, turn):
         raise ValueError(
             f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
             "for all groups, not max_lr=[turn, lr]."
         )
-    words += f"If {rate:g} is the schedule's peak, build the optimizer with lr={rate:g}; to "
-    words += "look for a good angle, vary turn."
+    words += (
+        f"If {rate:g} is the schedule's peak, build the optimizer with lr={rate:g}; to look for a "
+        "good angle, vary turn."
+    )
     if angle > 90 * (1 + 1e-9):  # rounding aside
         most = start_lr * 90 / turn
         raise ValueError(f"{words} A search over rates must end at {most:g}, at 90 degrees.")

@@ -104,10 +104,13 @@ def _lay_out(entry: Any, like: Tensor) -> Any:
 
     A convolution's is stepped in its own shape or, where rows have to be copied, as a matrix.
     """
-    if not isinstance(entry, Tensor) or entry.ndim == 0 or entry.numel() != like.numel():
+    if not isinstance(entry, Tensor) or entry.ndim == 0:
+        return entry
+    if entry.numel() != like.numel():
         return entry
     dtype = like.dtype if entry.dtype in FULL_PRECISION else entry.dtype
-    if entry.dtype == dtype and entry.shape == like.shape and entry.stride() == like.stride():
+    is_alike = entry.shape == like.shape and entry.stride() == like.stride()
+    if is_alike and entry.dtype == dtype:
         return entry
     return torch.empty_like(like, dtype=dtype).copy_(entry.reshape(like.shape))
 

@@ -9,6 +9,7 @@ divided into them.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -64,29 +65,34 @@ class RowMuon(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        layers: list[Tensor] = []  # of all parameters, one after the other
+        matrices: list[Tensor] = []  # of all parameters, one after the other
         counts = []
         for p, update in zip(params, self._find_updates(group, params), strict=True):
-            # All rows of a sharded matrix are needed together.
-            whole = update.full_tensor() if hasattr(update, "full_tensor") else update
-            sizes = self.parts.get(p) or (len(whole),)
-            rows = whole.reshape(sum(sizes), -1)
-            layers += rows.split(sizes) if len(sizes) > 1 else [rows]
-            counts.append(len(sizes))
+            of_parameter = self._divide(p, update)
+            matrices += of_parameter
+            counts.append(len(of_parameter))
 
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-        rates = [group["lr"] * _adjust_rate(group["adjust_lr_fn"], *x.shape) for x in layers]
-        changes = iter(orthogonalise_all(layers, coefficients, group["eps"], rates))
+        rates = [group["lr"] * _adjust_rate(group["adjust_lr_fn"], *x.shape) for x in matrices]
+        changes = iter(orthogonalise_all(matrices, coefficients, group["eps"], rates))
 
         steps = []
         for p, count in zip(params, counts, strict=True):
-            of_parameter = [next(changes) for _ in range(count)]
-            step = of_parameter[0] if count == 1 else torch.cat(of_parameter)
+            parts = list(islice(changes, count))
+            step = parts[0] if count == 1 else torch.cat(parts)
             steps.append(_shape_like(p, step))
 
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(params, steps)
+
+    def _divide(self, p: Tensor, update: Any) -> Sequence[Tensor]:
+        """Return the matrices of a parameter's layers."""
+        if hasattr(update, "full_tensor"):  # all rows of a sharded matrix are needed together
+            update = update.full_tensor()
+        sizes = self.parts.get(p) or (len(update),)
+        rows = update.reshape(sum(sizes), -1)
+        return rows.split(sizes) if len(sizes) > 1 else [rows]
 
     def _find_updates(self, group: dict[str, Any], params: list[Any]) -> list[Any]:
         """Return the momenta after this step's gradients, or Nesterov's look ahead."""

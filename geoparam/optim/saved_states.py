@@ -80,7 +80,8 @@ def _check_names(i: int, mine: Group, theirs: Group) -> None:
         return
     here, there = {*_list_names(mine)}, {*_list_names(theirs)}
     if here != there:
-        lacks, has = (list_few(sorted(names)) or "none" for names in (here - there, there - here))
+        lacks = list_few(sorted(here - there)) or "none"
+        has = list_few(sorted(there - here)) or "none"
         raise ValueError(
             f"the state's group {i} has other parameters than the optimizer's: it lacks {lacks}; "
             f"the optimizer's lacks {has}. Is the state another model's? Otherwise build the "
@@ -152,7 +153,8 @@ def check_scales(units: Sequence[Unit], states: Mapping[str, Group]) -> None:
 
 def tell_of_other_angle(mine: Group, theirs: Group) -> None:
     """Warn where the saved angle, which counts, is not the one the optimizer was built with."""
-    here, there = ((group.get("turn"), group.get("start_lr")) for group in (mine, theirs))
+    here = mine.get("turn"), mine.get("start_lr")
+    there = theirs.get("turn"), theirs.get("start_lr")
     if None not in (*here, *there) and here != there:
         warn_user(
             f"the state's angle counts, turn={there[0]:g} at lr={there[1]:g}, not this "

@@ -6,7 +6,7 @@ where its r is free.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -33,26 +33,29 @@ class Unit:
 
     name: str
     layout: Layout
+    shape: torch.Size
     parts: tuple[int, ...]  # rows of each layer in it
-    shape: torch.Size = torch.Size()
-    rows: int = 0
-    fan_in: int = 0
-    bias: str | None = None  # stepped as b = r lam
-    norm: str | None = None  # the norm that reads its output, so that r has no effect
-    is_fixed: bool = False  # whether r is held
+    fan_in: int
+    bias: str | None  # stepped as b = r lam
+    norm: str | None  # the norm that reads its output, so that r has no effect
+    is_fixed: bool  # whether r is held
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
 
     def fit(self, shape: torch.Size) -> "Unit":
         """Return the unit for a weight of this shape: pruning may have cut rows."""
         rows, fan_in = self.layout.to_rows(torch.empty(shape, device="meta")).shape
         parts = self.parts
-        if rows != sum(parts):
+        if rows != self.rows:
             if len(parts) > 1:
                 raise ValueError(
                     f"{self.name!r} had {self.rows} rows in {len(parts)} parts and has {rows} "
                     "now: build the optimizer anew."
                 )
             parts = (rows,)
-        return replace(self, parts=parts, shape=shape, rows=rows, fan_in=fan_in)
+        return replace(self, shape=shape, parts=parts, fan_in=fan_in)
 
 
 def find_units(
@@ -95,11 +98,21 @@ def find_units(
             plain[name] = "a row of zeros cannot grow while r is fixed"
             continue
 
-        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
+        bias_name = None
         if bias is not None and holders[id(bias)] == holders[id(weight)]:  # tied alike
-            if names[id(bias)] not in overlaps:
-                unit = replace(unit, bias=names[id(bias)])
-        units[name] = unit.fit(weight.shape)
+            bias_name = names[id(bias)]
+        if bias_name in overlaps:
+            bias_name = None
+        units[name] = Unit(
+            name,
+            candidate.layout,
+            weight.shape,
+            candidate.parts,
+            fan_in=weight.numel() // sum(candidate.parts),
+            bias=bias_name,
+            norm=norm,
+            is_fixed=is_fixed,
+        )
 
     known = {*units, *(unit.bias for unit in units.values())}
     for name, p in parameters.items():
@@ -171,7 +184,11 @@ def _find_reasons(
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
-    parts = [(p.to_local() if hasattr(p, "to_local") else p, n) for n, p in parameters.items()]
+    parts = []
+    for name, p in parameters.items():
+        part = p.to_local() if hasattr(p, "to_local") else p
+        parts.append((part, name))
+
     overlaps: dict[str, str] = {}
     for group in group_by_memory(parts):
         for first, second in pairwise(group):
@@ -192,44 +209,7 @@ def _has_zero_row(candidate: UnitWeight) -> bool:
     return bool(has_zero)
 
 
-def format_table(
-    units: Sequence[Unit], reasons: Mapping[str, str], trained: Collection[str]
-) -> str:
-    """Return a line for each weight: what its units are, or why it stays plain."""
-    names = [*reasons, *(unit.name for unit in units)]
-    width = min(max(40, *map(len, names)), 100)
-    lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
-    frozen = "frozen, or in no group"
-    plain = {}
-    for name, reason in reasons.items():
-        plain[name] = reason if name in trained else f"{reason}; {frozen}"
-    for unit in units:
-        if unit.name not in trained:
-            plain[unit.name] = frozen
-            continue
-        bias = "lam" if unit.bias else "-"
-        lines.append(
-            f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  "
-            f"{_describe_scale(unit)}"
-        )
-    lines.append("  plain")
-    for name, reason in plain.items():
-        lines.append(f"  {name:{width}} {reason}")
-    return "\n".join(lines)
-
-
-def _describe_scale(unit: Unit) -> str:
-    words = "free"
-    if unit.is_fixed:
-        words = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
-    if len(unit.parts) > 1:
-        return f"{words}; {len(unit.parts)} layers"
-    if _looks_packed(unit):
-        words += "; q, k, v in one? Then give split="
-    return words
-
-
-def _looks_packed(unit: Unit) -> bool:
+def looks_packed(unit: Unit) -> bool:
     """Return whether a weight that counts as one layer looks like q, k and v."""
     has_name = unit.name.removesuffix(".weight").lower().endswith(("c_attn", "qkv", "in_proj"))
     return has_name and len(unit.parts) == 1 and unit.rows == 3 * unit.fan_in
@@ -250,7 +230,7 @@ def tell_of_stacks(plain: Mapping[str, str]) -> None:
 
 def tell_of_packed(units: Sequence[Unit]) -> None:
     """Warn of q, k and v that would share one angle."""
-    names = [unit.name.removesuffix(".weight") for unit in units if _looks_packed(unit)]
+    names = [unit.name.removesuffix(".weight") for unit in units if looks_packed(unit)]
     if names:
         ends = sorted({name.rpartition(".")[2] for name in names})
         split = ", ".join(f"{end!r}: 3" for end in ends)
