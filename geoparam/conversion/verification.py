@@ -220,14 +220,14 @@ def _check_same(before: list[Tensor], after: list[Tensor], done: str) -> None:
     if len(before) != len(after):
         raise _refusal(done, f"returns {len(after)} tensors instead of {len(before)}")
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if _can_compare(a)]
-    if not pairs:
-        if any(a.is_meta for a in before):
-            return
+    tells = any(not _is_constant(a) for a, _ in pairs)
+    if not tells and not any(a.is_meta for a in before):
         warn_user(
-            f"the outputs on example_inputs are empty, integers or NaN, so the {done} model is "
-            "not compared with the original. Compare features of both, or convert a part that "
-            "has other outputs."
+            "the outputs on example_inputs are empty, integers, NaN or all equal (as of a head "
+            f"that starts at zero), so the {done} model is not compared with the original. "
+            "Compare features of both, or convert a part that has other outputs."
         )
+    if not pairs:
         return
     difference = _measure_difference([a for a, _ in pairs], [b for _, b in pairs])
     eps = max(torch.finfo(autocast_type(a) or a.dtype).eps for a, _ in pairs)
@@ -240,6 +240,12 @@ def _can_compare(output: Tensor) -> bool:
     has_digits = output.is_floating_point() or output.is_complex()
     has_values = has_digits and output.numel() > 0 and not output.is_meta
     return has_values and not bool(output.isnan().any())
+
+
+def _is_constant(output: Tensor) -> bool:
+    """Return whether all elements are equal; one number alone tells nothing if it is zero."""
+    first = output.flatten()[0]
+    return bool((output == first).all()) and (output.numel() > 1 or not first)
 
 
 def _refusal(done: str, text: str) -> ValueError:

@@ -440,12 +440,25 @@ def test_empty_outputs_are_nothing_to_compare() -> None:
         lambda z: z.argmax(dim=1),
         lambda z: z[z > 1e9],
         lambda z: z * torch.nan,
+        lambda z: z * 0,
     ],
-    ids=["integers", "empty", "NaN"],
+    ids=["integers", "empty", "NaN", "zeros"],
 )
 def test_a_conversion_whose_outputs_tell_nothing_warns(choose: Callable) -> None:
     layers = {"hidden": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
     model = FunctionModel(lambda m, x: choose(m.head(m.hidden(x).relu())), **layers)
 
     with pytest.warns(UserWarning, match="converted model is not compared with the original"):
+        gp.convert_(model, example_inputs=torch.randn(2, 3))
+
+
+def test_outputs_that_were_all_equal_are_compared_nevertheless() -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.head(m.hidden(x).relu()) + (type(m.hidden) is not nn.Linear)
+
+    model = FunctionModel(forward, hidden=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+    with pytest.warns(UserWarning, match="all equal"), pytest.raises(ValueError, match="differs"):
         gp.convert_(model, example_inputs=torch.randn(2, 3))
