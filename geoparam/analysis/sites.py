@@ -125,7 +125,7 @@ def find_sites(
     if left_out and layers is None and sites:
         warn_user(
             f"{list_few(left_out)}: units of transposed convolutions, stacked experts and "
-            "separate projections are not followed; activations behind them count in regions alone."
+            "separate projections are not followed; what they activate counts in regions alone."
         )
     chosen = _choose(sites, layers, custom)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
