@@ -19,7 +19,7 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.model.graph import Graph
-from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
+from geoparam.model.norms import CHANNEL_NORMS, BatchNorm, is_constant, is_frozen_batch_norm
 from geoparam.model.run import overrides, refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
@@ -233,9 +233,9 @@ def decide(
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
         left = {d.name: d.notes[0] for d in decisions if not d.converted}
-        for name in _find_own_batch_norms(model, graph):
-            kept_norms.append(name)
-            planner.reasons[name] = "it calls batch_norm itself, and may use the batch"
+        own = _find_own_batch_norms(model, graph)
+        kept_norms += own
+        planner.reasons.update(own)
         for name in kept_norms:
             reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
@@ -525,14 +525,17 @@ def _explain_kept(norm: nn.Module, name: str, graph: Graph, left: Mapping[str, s
     return f"it is not all that follows {before.name}"
 
 
-def _find_own_batch_norms(model: nn.Module, graph: Graph) -> list[str]:
-    """Return the modules that call `F.batch_norm` and are none of torch's norms."""
-    names = []
-    for name in graph.batch_norms:
-        module = model.get_submodule(name)
-        if not isinstance(module, BatchNorm) and not is_constant(module):
-            names.append(name)
-    return names
+def _find_own_batch_norms(model: nn.Module, graph: Graph) -> dict[str, str]:
+    """Return why modules that are none of torch's norms may use the batch, by their names."""
+    reasons = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CHANNEL_NORMS) or is_constant(module):
+            continue
+        if name in graph.batch_norms:
+            reasons[name] = "it calls batch_norm itself, and may use the batch"
+        elif module._buffers.get("running_var") is not None:
+            reasons[name] = "it has a running variance, and may use the batch"
+    return reasons
 
 
 def _calls_norm(layer: nn.Module) -> bool:

@@ -334,6 +334,40 @@ def test_the_plan_names_a_module_that_calls_batch_norm_itself() -> None:
     assert plan.reasons["4"] == "it calls batch_norm itself, and may use the batch"
 
 
+class NormByFormula(nn.Module):
+    """A batch norm written out, which calls no function of torch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = self.running_var
+        if self.training:
+            variance = x.var(dim=(0, 2, 3), keepdim=True)
+        return x / (variance + 1e-5).sqrt()
+
+
+def test_the_plan_names_a_batch_norm_that_is_written_out() -> None:
+    model = build(nn.BatchNorm2d)
+    model[4] = NormByFormula(6)
+    pretend_pretrained(model)
+
+    plan = gp.plan(model, norm="fold", example_inputs=X)
+
+    assert "depends on the batch in training: 1 norm left (4)" in str(plan)
+    assert plan.reasons["4"] == "it has a running variance, and may use the batch"
+
+
+def test_a_conversion_beside_a_module_that_calls_batch_norm_itself_warns_of_it() -> None:
+    model = build(nn.BatchNorm2d)
+    model[4] = OwnNorm(6)
+    pretend_pretrained(model)
+
+    with pytest.warns(UserWarning, match="1 norms stay .* it calls batch_norm itself"):
+        gp.convert_(model, norm="fold", example_inputs=X)
+
+
 class Detectron2Conv(nn.Conv2d):
     """detectron2's Conv2d."""
 
