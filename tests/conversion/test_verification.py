@@ -462,3 +462,17 @@ def test_outputs_that_were_all_equal_are_compared_nevertheless() -> None:
 
     with pytest.warns(UserWarning, match="all equal"), pytest.raises(ValueError, match="differs"):
         gp.convert_(model, example_inputs=torch.randn(2, 3))
+
+
+def test_outputs_of_other_shapes_are_refused_with_advice() -> None:
+    """As a detector's are, whose boxes are chosen by scores that nearly tie."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        z = m.head(m.hidden(x).relu())
+        return z if type(m.hidden) is nn.Linear else z[:1]
+
+    model = FunctionModel(forward, hidden=nn.Linear(3, 4), head=nn.Linear(4, 2))
+
+    with pytest.raises(ValueError, match="returns tensors of other shapes.* convert the backbone"):
+        gp.convert_(model, example_inputs=torch.randn(2, 3))
+    assert type(model.hidden) is nn.Linear
