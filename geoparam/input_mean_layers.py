@@ -49,9 +49,9 @@ class InputMeanLayer(TrackedMean):
     def base_layer(self) -> nn.Module:
         """PEFT, and torch.jit.script, read this attribute; both are refused here."""
         raise ValueError(
-            "Fold the model first (geoparam.fold_): torch.jit.script cannot read this layer, and an "
-            "adapter changes its weight, so that the input's mean times that change would have to "
-            "be added to its bias on merging."
+            "Fold the model first (geoparam.fold_): torch.jit.script cannot read this layer, and "
+            "an adapter changes its weight, so that the input's mean times that change would have "
+            "to be added to its bias on merging."
         )
 
     def __dir__(self) -> list[str]:
