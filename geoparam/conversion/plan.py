@@ -225,9 +225,6 @@ def decide(
         elif reason := _explain_unknown(module):
             decisions.append(Decision(name, type(module).__name__, False, (reason,)))
 
-    if not any(d.converted for d in decisions):
-        listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
-        raise ValueError(f"nothing to convert in this model:\n{listed}")
     kept_norms: list[str] = []
     if request.norm is not None and graph is not None:
         removed = {d.norm for d in decisions}
@@ -239,6 +236,8 @@ def decide(
         for name in kept_norms:
             reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
+    if not any(d.converted for d in decisions):
+        raise ValueError(_explain_nothing(decisions, planner.reasons))
     return Plan(
         tuple(decisions),
         sum(p.numel() for p in model.parameters()),
@@ -247,6 +246,16 @@ def decide(
         tuple(kept_norms),
         planner.reasons,
     )
+
+
+def _explain_nothing(decisions: Sequence[Decision], reasons: Mapping[str, str]) -> str:
+    """Say why no layer is converted, in lines that stay few for a large model."""
+    lines = ["nothing to convert in this model:"]
+    lines += [f"  {name} stays: {reason}" for name, reason in reasons.items()][:3]
+    lines += [f"  {d}" for d in decisions[:12]] or ["  it has no layers"]
+    if len(decisions) > 12:
+        lines.append(f"  and {len(decisions) - 12} more layers")
+    return "\n".join(lines)
 
 
 class _Planner:

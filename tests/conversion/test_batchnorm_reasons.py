@@ -460,3 +460,17 @@ def test_folded_plain_weights_go_under_geometric_parameterization_and_back() -> 
     restored = gp.fold_(model, restore_norm=True)
     assert gp.verify(original, restored, X) < 1e-5
     assert list(restored.state_dict()) == list(original.state_dict())
+
+
+def test_where_nothing_is_converted_a_norms_reason_is_said_in_few_lines() -> None:
+    """As in ConvMixer, whose norms follow activations."""
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.BatchNorm2d(3)) for _ in range(40)]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(48, 2))
+
+    with pytest.raises(ValueError, match="0.2 stays: gelu comes before it") as refused:
+        gp.convert_(model, norm="fold", weights="plain", example_inputs=torch.randn(2, 3, 4, 4))
+
+    text = str(refused.value)
+    assert "0.0: Conv2d (no BatchNorm follows it directly)" in text
+    assert text.endswith("and 29 more layers")
+    assert len(text.splitlines()) == 17
