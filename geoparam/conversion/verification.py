@@ -135,7 +135,7 @@ def replace_checked(
     """
     parameters = [weakref.ref(p) for p in model.parameters()]
     modules = dict(model.named_modules())
-    with _undo_on_error(model, changed):
+    with mode_of(model), _undo_on_error(model, changed):
         new = _replace(model, pairs)
         torch.clear_autocast_cache()  # of weights that were written to in place
         if inputs is not None and before is not None:
@@ -149,6 +149,14 @@ def replace_checked(
                 _check_same(before.outputs, after.outputs, done)
     note_replaced(parameters, new)
     return new
+
+
+def mode_of(model: nn.Module) -> torch.inference_mode:
+    """Return the mode in which a model's new tensors are made: they must train if the old ones do.
+
+    A caller may be in inference mode, whose tensors autograd refuses.
+    """
+    return torch.inference_mode(any(p.is_inference() for p in model.parameters()))
 
 
 @contextmanager
