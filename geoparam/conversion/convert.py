@@ -188,8 +188,9 @@ def _explain_nothing_removed(decided: Plan) -> str:
 def _explain_kept(model: nn.Module, decided: Plan) -> str:
     """Say which norms go on using the batch's statistics, and what holds them still."""
     names = decided.kept_norms
+    count = "1 norm stays and uses" if len(names) == 1 else f"{len(names)} norms stay and use"
     text = (
-        f"{len(names)} norms stay and use the batch's statistics in training, {names[0]!r} first: "
+        f"{count} the batch's statistics in training, {names[0]!r} first: "
         f"{decided.reasons[names[0]]}."
     )
     if any(has_running(model.get_submodule(name)) for name in names):

@@ -26,6 +26,7 @@ from geoparam.model.unit_layers import Entry, find_affine
 from geoparam.norm import TrackedMean
 from geoparam.removed_norm import find_removed_norms
 from geoparam.running_statistics import find_batch_users
+from geoparam.storage import list_few
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
@@ -100,7 +101,17 @@ class Plan:
             if decisions:
                 lines.append(title)
                 lines += [f"  {d}" for d in decisions]
+        if self.kept_norms:
+            lines.append("norms left:")
+            lines += self._group_kept_norms()
         return "\n".join(lines)
+
+    def _group_kept_norms(self) -> list[str]:
+        """Return a line for each reason for which norms stay."""
+        by_reason: dict[str, list[str]] = {}
+        for name in self.kept_norms:
+            by_reason.setdefault(self.reasons[name], []).append(name)
+        return [f"  {list_few(names, most=3)}: {why}" for why, names in by_reason.items()]
 
     def _describe_batch_use(self) -> str:
         """Name what will use a batch's statistics."""

@@ -105,7 +105,7 @@ def test_eval_is_no_advice_for_norms_without_running_statistics() -> None:
 
     text = read_advice(model, norm="fold")
 
-    assert "1 norms stay" in text
+    assert "1 norm stays" in text
     assert "'4' first: it has no running statistics" in text
     assert "eval()" not in text
 
@@ -158,7 +158,7 @@ def test_a_layer_absorbs_one_norm() -> None:
     model = copy.deepcopy(original)
     options = {"norm": "fold", "weights": "plain"}
 
-    with pytest.warns(UserWarning, match="1 norms stay"):
+    with pytest.warns(UserWarning, match="1 norm stays"):
         gp.convert_(model, example_inputs=X, **options)
 
     again = read_advice(model, **options)
@@ -364,7 +364,7 @@ def test_a_conversion_beside_a_module_that_calls_batch_norm_itself_warns_of_it()
     model[4] = OwnNorm(6)
     pretend_pretrained(model)
 
-    with pytest.warns(UserWarning, match="1 norms stay .* it calls batch_norm itself"):
+    with pytest.warns(UserWarning, match="1 norm stays .* it calls batch_norm itself"):
         gp.convert_(model, norm="fold", example_inputs=X)
 
 
@@ -460,6 +460,20 @@ def test_folded_plain_weights_go_under_geometric_parameterization_and_back() -> 
     restored = gp.fold_(model, restore_norm=True)
     assert gp.verify(original, restored, X) < 1e-5
     assert list(restored.state_dict()) == list(original.state_dict())
+
+
+def test_the_printed_plan_groups_norms_that_stay_by_their_reasons() -> None:
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.BatchNorm2d(3)) for _ in range(5)]
+    last = nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(1), nn.BatchNorm2d(3))
+    model = nn.Sequential(*blocks, last, nn.Flatten(), nn.Linear(48, 2))
+
+    text = str(gp.plan(model, norm="fold", example_inputs=torch.randn(2, 3, 4, 4)))
+
+    assert text.endswith(
+        "norms left:\n"
+        "  0.2, 1.2, 2.2 and 2 more: gelu comes before it, not a layer\n"
+        "  5.2: max_pool2d comes before it"
+    )
 
 
 def test_where_nothing_is_converted_a_norms_reason_is_said_in_few_lines() -> None:
