@@ -47,10 +47,11 @@ class InputMeanLayer(TrackedMean):
 
     @property
     def base_layer(self) -> nn.Module:
-        """PEFT reads this attribute before it adds an adapter, which is refused here."""
+        """PEFT, and torch.jit.script, read this attribute; both are refused here."""
         raise ValueError(
-            "an adapter changes this layer's weight, and the input's mean times that change would "
-            "have to be added to its bias on merging. Fold the model first (geoparam.fold_)."
+            "Fold the model first (geoparam.fold_): torch.jit.script cannot read this layer, and "
+            "an adapter changes its weight, so that the input's mean times that change would have "
+            "to be added to its bias on merging."
         )
 
     def __dir__(self) -> list[str]:

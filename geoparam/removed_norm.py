@@ -46,7 +46,8 @@ class RemovedNorm(nn.Sequential):
             errors.append(
                 f"{prefix[:-1]} is a BatchNorm that a layer of this model has absorbed, and the "
                 "file has its values, with weights from before. Load it before convert_, or "
-                "after fold_(model, restore_norm=True)."
+                "after fold_(model, restore_norm=True). As torch does, this load has written what "
+                "fits, so begin again with a new model."
             )
 
     def follow(self, layer: nn.Module) -> "RemovedNorm":

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -57,14 +57,18 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
 
     before = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
     not_run = norms
+
+    def restore() -> None:
+        for norm in not_run:
+            torch._foreach_copy_(list(norm.buffers(recurse=False)), before[norm])
+
     try:
         with _averaging(model, norms):
             for batch in itertools.chain(first, iterator):
                 _run_batch(model, batch)
         not_run = [norm for norm in norms if not norm.num_batches_tracked]
     finally:
-        for norm in not_run:
-            torch._foreach_copy_(list(norm.buffers(recurse=False)), before[norm])
+        _insist(restore)
     return model
 
 
@@ -80,6 +84,15 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     frozen = [norm for norm in norms if isinstance(norm, TrackedMean) and norm.frozen]
+
+    def restore() -> None:
+        for norm in frozen:
+            norm.frozen = True
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+        for module, flag in flags.items():
+            module.training = flag
+
     try:
         model.eval()
         for norm in norms:
@@ -90,12 +103,16 @@ def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
             norm.frozen = False
         yield
     finally:
-        for norm in frozen:
-            norm.frozen = True
-        for norm, momentum in momenta.items():
-            norm.momentum = momentum
-        for module, flag in flags.items():
-            module.training = flag
+        _insist(restore)
+
+
+def _insist(restore: Callable[[], None]) -> None:
+    """Call what puts a model back, and again if Ctrl-C comes in between."""
+    try:
+        restore()
+    except BaseException:
+        restore()
+        raise
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:

@@ -586,3 +586,9 @@ def test_compiled_training_is_one_graph_with_the_same_numbers(autocast: bool) ->
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(other.grad, parameter.grad)
     assert_close([*twin.buffers()], [*model.buffers()])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripting_says_to_fold_first() -> None:
+    with pytest.raises(ValueError, match=r"Fold the model first .* torch.jit.script cannot"):
+        torch.jit.script(nn.Sequential(gp.InputMeanLinear(3, 4)))

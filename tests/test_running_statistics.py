@@ -209,6 +209,28 @@ def test_after_an_error_before_the_first_batch_nothing_is_changed() -> None:
     assert [norm.momentum for norm in model] == [0.1, 0.2, 0.2]
 
 
+class InterruptedRestoring(nn.Module):
+    """Once it has run, Ctrl-C comes when its mode is put back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.has_run = True
+        return x
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" and vars(self).pop("has_run", False):
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_an_interrupt_while_flags_are_put_back_leaves_them_whole() -> None:
+    model = nn.Sequential(InterruptedRestoring(), gp.InputMeanNorm(2), nn.Dropout()).train()
+
+    with pytest.raises(KeyboardInterrupt):
+        gp.recalibrate_(model, [torch.randn(4, 2)])
+
+    assert all(module.training for module in model.modules())
+
+
 # Models without means, and what is refused.
 
 

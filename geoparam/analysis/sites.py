@@ -24,7 +24,7 @@ from geoparam.model.unit_layers import (
     UnitLayer,
     count_positions,
     find_custom_layers,
-    find_stacked_layers,
+    find_other_units,
     find_unit_layers,
 )
 from geoparam.storage import list_few
@@ -121,9 +121,12 @@ def find_sites(
             f"{list_few(custom)}: a subclass that computes something of its own, so its units are "
             "left out."
         )
-    stacked = find_stacked_layers(model)
-    if stacked and layers is None and sites:
-        warn_user(f"{list_few(stacked)}: units of stacked experts are not followed.")
+    left_out = find_other_units(model)
+    if left_out and layers is None and sites:
+        warn_user(
+            f"{list_few(left_out)}: units of transposed convolutions, stacked experts and "
+            "separate projections are not followed; what they activate counts in regions alone."
+        )
     chosen = _choose(sites, layers, custom)
     others = [] if graph is None else _find_others(graph, modules, units, chosen)
     return Sites(chosen, others, graph)

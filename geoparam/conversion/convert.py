@@ -41,6 +41,7 @@ from geoparam.conversion.verification import replace_checked
 from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
+from geoparam.model.norms import has_running
 from geoparam.model.trace import Filter, record_run
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
@@ -187,12 +188,12 @@ def _explain_nothing_removed(decided: Plan) -> str:
 def _explain_kept(model: nn.Module, decided: Plan) -> str:
     """Say which norms go on using the batch's statistics, and what holds them still."""
     names = decided.kept_norms
+    count = "1 norm stays and uses" if len(names) == 1 else f"{len(names)} norms stay and use"
     text = (
-        f"{len(names)} norms stay and use the batch's statistics in training, {names[0]!r} first: "
+        f"{count} the batch's statistics in training, {names[0]!r} first: "
         f"{decided.reasons[names[0]]}."
     )
-    norms: list[Any] = [model.get_submodule(name) for name in names]
-    if any(norm.running_mean is not None for norm in norms):
+    if any(has_running(model.get_submodule(name)) for name in names):
         text += " To hold them still, call eval() on those that have running statistics."
     return f"{text} gp.plan(...).kept_norms has their names."
 

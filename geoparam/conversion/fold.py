@@ -19,7 +19,7 @@ from geoparam.arguments import check_flag
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, refuse_wrapped
-from geoparam.conversion.verification import replace_checked
+from geoparam.conversion.verification import mode_of, replace_checked
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear, is_trained
 from geoparam.model.graph import Graph
@@ -80,7 +80,8 @@ def fold_(
     if restore_norm is None:  # all norms or none: `norm="fold"` may leave some layers plain
         restore_norm = any(isinstance(layer, GmPLayer) for layer in removed)
 
-    folded = _fold_modules(ours, removed, graph, restore_norm)
+    with mode_of(model):
+        folded = _fold_modules(ours, removed, graph, restore_norm)
     _check_finite(ours, folded)
     pairs = _list_pairs(ours, folded)
     return replace_checked(model, pairs, example_inputs, run, "folded")

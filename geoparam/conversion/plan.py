@@ -19,13 +19,14 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.model.graph import Graph
-from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
+from geoparam.model.norms import CHANNEL_NORMS, BatchNorm, is_constant, is_frozen_batch_norm
 from geoparam.model.run import overrides, refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
 from geoparam.norm import TrackedMean
 from geoparam.removed_norm import find_removed_norms
 from geoparam.running_statistics import find_batch_users
+from geoparam.storage import list_few
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
@@ -100,7 +101,17 @@ class Plan:
             if decisions:
                 lines.append(title)
                 lines += [f"  {d}" for d in decisions]
+        if self.kept_norms:
+            lines.append("norms left:")
+            lines += self._group_kept_norms()
         return "\n".join(lines)
+
+    def _group_kept_norms(self) -> list[str]:
+        """Return a line for each reason for which norms stay."""
+        by_reason: dict[str, list[str]] = {}
+        for name in self.kept_norms:
+            by_reason.setdefault(self.reasons[name], []).append(name)
+        return [f"  {list_few(names, most=3)}: {why}" for why, names in by_reason.items()]
 
     def _describe_batch_use(self) -> str:
         """Name what will use a batch's statistics."""
@@ -225,20 +236,19 @@ def decide(
         elif reason := _explain_unknown(module):
             decisions.append(Decision(name, type(module).__name__, False, (reason,)))
 
-    if not any(d.converted for d in decisions):
-        listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
-        raise ValueError(f"nothing to convert in this model:\n{listed}")
     kept_norms: list[str] = []
     if request.norm is not None and graph is not None:
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
         left = {d.name: d.notes[0] for d in decisions if not d.converted}
-        for name in _find_own_batch_norms(model, graph):
-            kept_norms.append(name)
-            planner.reasons[name] = "it calls batch_norm itself, and may use the batch"
+        own = _find_own_batch_norms(model, graph)
+        kept_norms += own
+        planner.reasons.update(own)
         for name in kept_norms:
             reason = _explain_kept(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
+    if not any(d.converted for d in decisions):
+        raise ValueError(_explain_nothing(decisions, planner.reasons))
     return Plan(
         tuple(decisions),
         sum(p.numel() for p in model.parameters()),
@@ -247,6 +257,16 @@ def decide(
         tuple(kept_norms),
         planner.reasons,
     )
+
+
+def _explain_nothing(decisions: Sequence[Decision], reasons: Mapping[str, str]) -> str:
+    """Say why no layer is converted, in lines that stay few for a large model."""
+    lines = ["nothing to convert in this model:"]
+    lines += [f"  {name} stays: {reason}" for name, reason in reasons.items()][:3]
+    lines += [f"  {d}" for d in decisions[:12]] or ["  it has no layers"]
+    if len(decisions) > 12:
+        lines.append(f"  and {len(decisions) - 12} more layers")
+    return "\n".join(lines)
 
 
 class _Planner:
@@ -525,14 +545,17 @@ def _explain_kept(norm: nn.Module, name: str, graph: Graph, left: Mapping[str, s
     return f"it is not all that follows {before.name}"
 
 
-def _find_own_batch_norms(model: nn.Module, graph: Graph) -> list[str]:
-    """Return the modules that call `F.batch_norm` and are none of torch's norms."""
-    names = []
-    for name in graph.batch_norms:
-        module = model.get_submodule(name)
-        if not isinstance(module, BatchNorm) and not is_constant(module):
-            names.append(name)
-    return names
+def _find_own_batch_norms(model: nn.Module, graph: Graph) -> dict[str, str]:
+    """Return why modules that are none of torch's norms may use the batch, by their names."""
+    reasons = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CHANNEL_NORMS) or is_constant(module):
+            continue
+        if name in graph.batch_norms:
+            reasons[name] = "it calls batch_norm itself, and may use the batch"
+        elif module._buffers.get("running_var") is not None:
+            reasons[name] = "it has a running variance, and may use the batch"
+    return reasons
 
 
 def _calls_norm(layer: nn.Module) -> bool:

@@ -135,7 +135,7 @@ def replace_checked(
     """
     parameters = [weakref.ref(p) for p in model.parameters()]
     modules = dict(model.named_modules())
-    with _undo_on_error(model, changed):
+    with mode_of(model), _undo_on_error(model, changed):
         new = _replace(model, pairs)
         torch.clear_autocast_cache()  # of weights that were written to in place
         if inputs is not None and before is not None:
@@ -149,6 +149,14 @@ def replace_checked(
                 _check_same(before.outputs, after.outputs, done)
     note_replaced(parameters, new)
     return new
+
+
+def mode_of(model: nn.Module) -> torch.inference_mode:
+    """Return the mode in which a model's new tensors are made: they must train if the old ones do.
+
+    A caller may be in inference mode, whose tensors autograd refuses.
+    """
+    return torch.inference_mode(any(p.is_inference() for p in model.parameters()))
 
 
 @contextmanager
@@ -219,15 +227,17 @@ def _check_same(before: list[Tensor], after: list[Tensor], done: str) -> None:
     """Refuse outputs that differ by more than rounding, where they can be compared."""
     if len(before) != len(after):
         raise _refusal(done, f"returns {len(after)} tensors instead of {len(before)}")
+    if [a.shape for a in before] != [b.shape for b in after]:
+        raise _refusal(done, "returns tensors of other shapes")
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if _can_compare(a)]
-    if not pairs:
-        if any(a.is_meta for a in before):
-            return
+    tells = any(not _is_constant(a) for a, _ in pairs)
+    if not tells and not any(a.is_meta for a in before):
         warn_user(
-            f"the outputs on example_inputs are empty, integers or NaN, so the {done} model is "
-            "not compared with the original. Compare features of both, or convert a part that "
-            "has other outputs."
+            "the outputs on example_inputs are empty, integers, NaN or all equal (as of a head "
+            f"that starts at zero), so the {done} model is not compared with the original. "
+            "Compare features of both, or convert a part that has other outputs."
         )
+    if not pairs:
         return
     difference = _measure_difference([a for a, _ in pairs], [b for _, b in pairs])
     eps = max(torch.finfo(autocast_type(a) or a.dtype).eps for a, _ in pairs)
@@ -240,6 +250,12 @@ def _can_compare(output: Tensor) -> bool:
     has_digits = output.is_floating_point() or output.is_complex()
     has_values = has_digits and output.numel() > 0 and not output.is_meta
     return has_values and not bool(output.isnan().any())
+
+
+def _is_constant(output: Tensor) -> bool:
+    """Return whether all elements are equal; one number alone tells nothing if it is zero."""
+    first = output.flatten()[0]
+    return bool((output == first).all()) and (output.numel() > 1 or not first)
 
 
 def _refusal(done: str, text: str) -> ValueError:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from geoparam.arguments import warn_user
+
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONTAINERS = {list, dict, OrderedDict}
@@ -207,7 +209,8 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
 
     Restored are training flags, buffers, attributes of modules (tensors and arrays, also in lists
     and dicts), hooks and modules that the run adds, and the random states of torch, numpy and
-    Python. Not restored is what other objects hold. The user's hooks run.
+    Python. Not restored are what other objects hold, and Parameters that the forward writes to: a
+    warning names these. The user's hooks run.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
@@ -224,7 +227,21 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         stack.callback(reshard, model)
         for module in model.modules():  # not model.eval(), which may be made to do more
             module.training = False
+        before = [(name, p, _find_writes(p)) for name, p in model.named_parameters()]
         yield
+        written = [name for name, p, writes in before if _find_writes(p) != writes]
+        if written:
+            warn_user(
+                f"the model's forward writes to its own parameters, {written[0]!r} first, as for "
+                "a momentum encoder: this run has changed them. Let it do so in training mode "
+                "alone (if self.training), or outside of forward."
+            )
+
+
+def _find_writes(parameter: Tensor) -> tuple:
+    """Return what changes when a parameter is written to; writes into `.data` do not show."""
+    version = 0 if parameter.is_inference() else parameter._version
+    return version, *_find_span(parameter)
 
 
 def reshard(model: nn.Module) -> None:

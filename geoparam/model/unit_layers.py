@@ -265,13 +265,12 @@ def find_custom_layers(model: nn.Module) -> list[str]:
     return names
 
 
-def find_stacked_layers(model: nn.Module) -> list[str]:
-    """Return the stacked experts of a model, by name."""
+def find_other_units(model: nn.Module) -> list[str]:
+    """Return what has units and is no affine layer: transposed convolutions, stacked experts."""
     names = []
     for name, module in model.named_modules():
         for entry in describe(module, name):
-            is_stacked = "e" in entry.layout.axes
-            if is_stacked and module._parameters.get(entry.key) is not None:
+            if not entry.is_affine and module._parameters.get(entry.key) is not None:
                 names.append(strip_wrappers(entry.name(name)))
     return names
 

@@ -541,6 +541,7 @@ def activate_product_with_part_of_a_weight(m: nn.Module, x: Tensor, act: Activat
     return act(x @ part)
 
 
+@pytest.mark.filterwarnings("ignore:.*transposed convolutions")
 @pytest.mark.parametrize(
     "forward",
     [

@@ -298,10 +298,21 @@ class StackedExperts(nn.Module):
 def test_stacked_experts_are_left_out_with_a_warning() -> None:
     model = nn.Sequential(StackedExperts(), nn.ReLU(), nn.Linear(4, 2))
 
-    with pytest.warns(UserWarning, match="0.down_proj: units of stacked experts"):
+    with pytest.warns(UserWarning, match="0.down_proj: units of .* stacked experts"):
         found = boundaries(model, torch.zeros(1, 3))
 
     assert list(found) == ["2"]
+
+
+def test_transposed_convolutions_are_left_out_with_a_warning() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3), nn.BatchNorm2d(2), nn.ReLU()
+    )
+
+    with pytest.warns(UserWarning, match="2: units of transposed convolutions"):
+        found = boundaries(model, torch.zeros(1, 3, 6, 6))
+
+    assert list(found) == ["0"]
 
 
 def test_relu_is_assumed_where_one_layer_is_given_alone() -> None:

@@ -101,6 +101,31 @@ def test_a_model_that_changes_its_input_does_not_change_the_probe() -> None:
     assert history["always_on"] == [8]
 
 
+class MomentumEncoder(nn.Module):
+    """A second encoder that follows the first, as MoCo's forward lets it."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.key.requires_grad_(False)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        old, new = self.key.weight, self.query.weight
+        if self.write == "assign":
+            old.data = 0.9 * old.data + 0.1 * new.data
+        else:
+            with torch.no_grad():
+                old.mul_(0.9).add_(new, alpha=0.1)
+        return torch.relu(self.query(x)) @ torch.relu(self.key(x)).T
+
+
+@pytest.mark.parametrize("write", ["assign", "in place"])
+def test_a_forward_that_writes_to_parameters_is_said_to_have_changed_them(write: str) -> None:
+    with pytest.warns(UserWarning, match="writes to its own parameters, 'key.weight' first"):
+        BoundaryTracker(MomentumEncoder(write), probe=torch.randn(5, 3))
+
+
 def test_a_model_that_changes_its_input_changes_the_first_batch_once() -> None:
     model = make_subtracting()
     tracker = BoundaryTracker(model)

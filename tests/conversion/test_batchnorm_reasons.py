@@ -105,7 +105,7 @@ def test_eval_is_no_advice_for_norms_without_running_statistics() -> None:
 
     text = read_advice(model, norm="fold")
 
-    assert "1 norms stay" in text
+    assert "1 norm stays" in text
     assert "'4' first: it has no running statistics" in text
     assert "eval()" not in text
 
@@ -158,7 +158,7 @@ def test_a_layer_absorbs_one_norm() -> None:
     model = copy.deepcopy(original)
     options = {"norm": "fold", "weights": "plain"}
 
-    with pytest.warns(UserWarning, match="1 norms stay"):
+    with pytest.warns(UserWarning, match="1 norm stays"):
         gp.convert_(model, example_inputs=X, **options)
 
     again = read_advice(model, **options)
@@ -334,6 +334,40 @@ def test_the_plan_names_a_module_that_calls_batch_norm_itself() -> None:
     assert plan.reasons["4"] == "it calls batch_norm itself, and may use the batch"
 
 
+class NormByFormula(nn.Module):
+    """A batch norm written out, which calls no function of torch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = self.running_var
+        if self.training:
+            variance = x.var(dim=(0, 2, 3), keepdim=True)
+        return x / (variance + 1e-5).sqrt()
+
+
+def test_the_plan_names_a_batch_norm_that_is_written_out() -> None:
+    model = build(nn.BatchNorm2d)
+    model[4] = NormByFormula(6)
+    pretend_pretrained(model)
+
+    plan = gp.plan(model, norm="fold", example_inputs=X)
+
+    assert "depends on the batch in training: 1 norm left (4)" in str(plan)
+    assert plan.reasons["4"] == "it has a running variance, and may use the batch"
+
+
+def test_a_conversion_beside_a_module_that_calls_batch_norm_itself_warns_of_it() -> None:
+    model = build(nn.BatchNorm2d)
+    model[4] = OwnNorm(6)
+    pretend_pretrained(model)
+
+    with pytest.warns(UserWarning, match="1 norm stays .* it calls batch_norm itself"):
+        gp.convert_(model, norm="fold", example_inputs=X)
+
+
 class Detectron2Conv(nn.Conv2d):
     """detectron2's Conv2d."""
 
@@ -426,3 +460,31 @@ def test_folded_plain_weights_go_under_geometric_parameterization_and_back() -> 
     restored = gp.fold_(model, restore_norm=True)
     assert gp.verify(original, restored, X) < 1e-5
     assert list(restored.state_dict()) == list(original.state_dict())
+
+
+def test_the_printed_plan_groups_norms_that_stay_by_their_reasons() -> None:
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.BatchNorm2d(3)) for _ in range(5)]
+    last = nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(1), nn.BatchNorm2d(3))
+    model = nn.Sequential(*blocks, last, nn.Flatten(), nn.Linear(48, 2))
+
+    text = str(gp.plan(model, norm="fold", example_inputs=torch.randn(2, 3, 4, 4)))
+
+    assert text.endswith(
+        "norms left:\n"
+        "  0.2, 1.2, 2.2 and 2 more: gelu comes before it, not a layer\n"
+        "  5.2: max_pool2d comes before it"
+    )
+
+
+def test_where_nothing_is_converted_a_norms_reason_is_said_in_few_lines() -> None:
+    """As in ConvMixer, whose norms follow activations."""
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.GELU(), nn.BatchNorm2d(3)) for _ in range(40)]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(48, 2))
+
+    with pytest.raises(ValueError, match="0.2 stays: gelu comes before it") as refused:
+        gp.convert_(model, norm="fold", weights="plain", example_inputs=torch.randn(2, 3, 4, 4))
+
+    text = str(refused.value)
+    assert "0.0: Conv2d (no BatchNorm follows it directly)" in text
+    assert text.endswith("and 29 more layers")
+    assert len(text.splitlines()) == 17

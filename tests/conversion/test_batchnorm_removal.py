@@ -450,3 +450,28 @@ def test_a_layer_that_is_not_called_gets_no_input_mean() -> None:
 
     assert block.self_attn.out_proj.input_norm is None
     assert block.linear1.input_norm is not None
+
+
+@both_weights
+def test_what_was_converted_or_folded_in_inference_mode_trains(weights: str) -> None:
+    model = TwoConvs()
+
+    with torch.inference_mode():
+        remove_batchnorm(model, weights=weights)
+    model(X).sum().backward()
+    with torch.inference_mode():
+        gp.fold_(model)
+    model(X).sum().backward()
+
+    assert all(parameter.grad is not None for parameter in model.second.parameters())
+
+
+@both_weights
+def test_a_model_that_was_built_in_inference_mode_is_converted_and_folded(weights: str) -> None:
+    with torch.inference_mode():
+        model = TwoConvs().eval()
+        expected = model(X)
+        remove_batchnorm(model, weights=weights)
+        gp.fold_(model)
+
+        assert_close(model(X), expected)

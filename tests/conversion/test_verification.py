@@ -440,8 +440,9 @@ def test_empty_outputs_are_nothing_to_compare() -> None:
         lambda z: z.argmax(dim=1),
         lambda z: z[z > 1e9],
         lambda z: z * torch.nan,
+        lambda z: z * 0,
     ],
-    ids=["integers", "empty", "NaN"],
+    ids=["integers", "empty", "NaN", "zeros"],
 )
 def test_a_conversion_whose_outputs_tell_nothing_warns(choose: Callable) -> None:
     layers = {"hidden": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
@@ -449,3 +450,29 @@ def test_a_conversion_whose_outputs_tell_nothing_warns(choose: Callable) -> None
 
     with pytest.warns(UserWarning, match="converted model is not compared with the original"):
         gp.convert_(model, example_inputs=torch.randn(2, 3))
+
+
+def test_outputs_that_were_all_equal_are_compared_nevertheless() -> None:
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.head(m.hidden(x).relu()) + (type(m.hidden) is not nn.Linear)
+
+    model = FunctionModel(forward, hidden=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+    with pytest.warns(UserWarning, match="all equal"), pytest.raises(ValueError, match="differs"):
+        gp.convert_(model, example_inputs=torch.randn(2, 3))
+
+
+def test_outputs_of_other_shapes_are_refused_with_advice() -> None:
+    """As a detector's are, whose boxes are chosen by scores that nearly tie."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        z = m.head(m.hidden(x).relu())
+        return z if type(m.hidden) is nn.Linear else z[:1]
+
+    model = FunctionModel(forward, hidden=nn.Linear(3, 4), head=nn.Linear(4, 2))
+
+    with pytest.raises(ValueError, match="returns tensors of other shapes.* convert the backbone"):
+        gp.convert_(model, example_inputs=torch.randn(2, 3))
+    assert type(model.hidden) is nn.Linear
