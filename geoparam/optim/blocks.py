@@ -33,6 +33,7 @@ from geoparam.optim.sharding import find_offset, find_process_group, shard_like
 from geoparam.optim.units import Unit
 
 Angle = float | Tensor | None
+Entry = tuple[State, str, Any]
 
 SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
@@ -359,6 +360,14 @@ class Block:
     def _add_result(self, target: Tensor, value: Tensor) -> None:
         are_alike = target.stride() == value.stride()
         self.results[target.dtype, are_alike].append((target, value))
+
+    def list_entries(self) -> list[Entry]:
+        """Return what this block has in states: r, lengths, masters, and not the optimizers'."""
+        entries = []
+        for weight in self.weights:
+            for state in (weight.state, weight.bias_state):
+                entries += [(state, key, state[key]) for key in state if "/" not in key]
+        return entries
 
     # ---- before the optimizers step
 

@@ -325,9 +325,8 @@ class GeometricOptimizer(Optimizer):
     def _prepare(self) -> "_Built":
         """Return blocks and inner optimizers: those of the last step, if they still fit."""
         built, fingerprint = self._built, self._find_fingerprint()
-        if built is not None and built.fingerprint == fingerprint:
-            if all([inner.is_current() for inner in built.inner]):
-                return built
+        if built is not None and built.fingerprint == fingerprint and built.is_current():
+            return built
         self._built = None
         self._fit_units()
         for i, _, p in self._list_params():
@@ -492,6 +491,14 @@ class _Built:
     blocks: list[Block]
     inner: list[InnerOptimizer]
     fingerprint: list[Any]
+
+    def __post_init__(self) -> None:
+        self.entries = [entry for block in self.blocks for entry in block.list_entries()]
+
+    def is_current(self) -> bool:
+        """Return whether states still hold what a step works with, and not copies of it."""
+        are_kept = [state.get(key) is value for state, key, value in self.entries]
+        return all(are_kept) and all([inner.is_current() for inner in self.inner])
 
 
 def _check_angles(group: Mapping[str, Any]) -> str:

@@ -392,6 +392,27 @@ def test_whether_kernels_are_fused_is_not_loaded() -> None:
     assert optimizer.param_groups[1]["fused"] is before is not True
 
 
+@pytest.mark.parametrize("kind", ["SGD", "angles", "bfloat16"])
+def test_a_state_that_is_moved_away_and_back_stays_that_of_the_weights(kind: str) -> None:
+    """As where states are offloaded between steps: entries are replaced by copies."""
+    make = functools.partial(build, coordinates="angles" if kind == "angles" else "intrinsic")
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    torch.manual_seed(0)
+    model = mlp().to(dtype)
+    optimizer = make(model, lr=0.1)
+    for _ in range(3):
+        step_with_ones(model, optimizer)
+        for state in optimizer.state.values():
+            for key, entry in state.items():
+                state[key] = entry.clone() if isinstance(entry, Tensor) else entry
+
+    step_with_ones(model, optimizer)
+    for p, state in optimizer.state.items():
+        if "r" in state:
+            weight = state.get("master", p)
+            torch.testing.assert_close(state["r"].abs(), weight.norm(dim=1))
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn"])
 @pytest.mark.parametrize("change", ["channels_last", "double", "transposed gradients"])
 def test_layout_and_type_may_change_in_mid_run(change: str, kind: str) -> None:
