@@ -4,8 +4,7 @@
 `orthogonalise` its Newton-Schulz step.
 """
 
-from geoparam.kernels.newton_schulz import orthogonalise
 from geoparam.optim.geometric import GeometricOptimizer
-from geoparam.optim.muon import RowMuon
+from geoparam.optim.muon import RowMuon, orthogonalise
 
 __all__ = ["GeometricOptimizer", "RowMuon", "orthogonalise"]

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geoparam.kernels.newton_schulz import orthogonalise
 from geoparam.kernels.rows import Rows
-from geoparam.optim.muon import RowMuon
+from geoparam.optim.muon import RowMuon, orthogonalise
 
 SHAPES = [(3, 5), (0, 4), (4, 1), (2, 1030), (2, 5), (70, 1000)]  # the last is not stacked
 BOUNDS = {torch.float32: 4e-6, torch.float64: 1e-13}
