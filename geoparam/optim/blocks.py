@@ -34,6 +34,7 @@ from geoparam.optim.units import Unit
 
 Angle = float | Tensor | None
 
+NOISE = 1000  # times the type's precision, of what goes along a row: less across is rounding
 SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
 
@@ -423,6 +424,8 @@ class Block:
         e is the increment's direction across u, (d - along u) / across; so w = a w + b d.
         """
         along, across = self.rows.measure(self.w, self.d, self.r_before, self.grad_d)
+        noise = NOISE * torch.finfo(across.dtype).eps * along.abs()
+        across = across.where(across > noise, 0)
         if angle is None:
             turn = torch.atan2(across, self.lengths + along)  # between v and v + d
         else:
