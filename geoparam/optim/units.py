@@ -226,21 +226,21 @@ def _describe_scale(unit: Unit) -> str:
         words = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
     if len(unit.parts) > 1:
         return f"{words}; {len(unit.parts)} layers"
-    if packed := _find_packed(unit):
-        words += f"; {packed} in one? Then give split="
+    if _looks_packed(unit):
+        words += "; q, k, v in one? Then give split="
     return words
 
 
-def _find_packed(unit: Unit) -> str:
-    """Return what a weight that counts as one layer seems to hold, by its name; "" for one."""
+def _looks_packed(unit: Unit) -> bool:
+    """Return whether a weight that counts as one layer looks like q, k and v, by its name.
+
+    Gate and up in one need no question: in a tiny Phi-3 they turned by 2.41 and 2.39 of 2.4
+    degrees undivided, q, k and v by 1.79, 2.15 and 3.47.
+    """
     name = unit.name.removesuffix(".weight").rpartition(".")[2].lower()
-    if len(unit.parts) > 1:
-        return ""
-    if "gate_up" in name:
-        return "gate and up"
     is_packed = "qkv" in name or name in ("query_key_value", "c_attn")
     is_packed = is_packed or (name.endswith("in_proj") and unit.rows == 3 * unit.fan_in)
-    return "q, k and v" if is_packed else ""
+    return is_packed and len(unit.parts) == 1
 
 
 def tell_of_stacks(names: Sequence[str]) -> None:
@@ -256,25 +256,17 @@ def tell_of_stacks(names: Sequence[str]) -> None:
 
 
 def tell_of_packed(units: Sequence[Unit]) -> None:
-    """Warn of q, k and v, or gate and up, that would share one angle."""
-    packed = {}
+    """Warn of q, k and v that would share one angle."""
     parts = {}
-    for unit in units:
-        content = _find_packed(unit)
-        if not content:
-            continue
-        name = unit.name.removesuffix(".weight")
-        packed[name] = content
-        count: int | str = 2 if content == "gate and up" else 3
-        if count == 3 and unit.rows != 3 * unit.fan_in:
-            count = "(rows of q, of k, of v)"
-        parts[name.rpartition(".")[2]] = count
-
-    if packed:
-        split = ", ".join(f"{end!r}: {count}" for end, count in sorted(parts.items()))
+    for unit in filter(_looks_packed, units):
+        is_equal = unit.rows == 3 * unit.fan_in
+        parts[unit.name.removesuffix(".weight")] = 3 if is_equal else "(rows of q, of k, of v)"
+    if parts:
+        by_end = {name.rpartition(".")[2]: count for name, count in parts.items()}
+        split = ", ".join(f"{end!r}: {count}" for end, count in sorted(by_end.items()))
         warn_user(
-            f"{' or '.join(sorted({*packed.values()}))} seem to be one matrix in "
-            f"{list_few([*packed], most=2)}, and would share an angle: one part may turn ten "
-            "times as far as another. If their rows follow each other, give "
-            f"split={{{split}}}; split={{}} if each is one layer, or heads alternate."
+            f"q, k and v seem to be one matrix in {list_few([*parts], most=2)}, and would share "
+            "an angle: one of the three may turn ten times as far as another. If their rows "
+            f"follow each other, give split={{{split}}}; split={{}} if each is one layer, or "
+            "heads alternate."
         )
