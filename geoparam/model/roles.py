@@ -112,14 +112,24 @@ def _find_head(
 
 
 def _is_in_a_block(model: nn.Module, layer: str) -> bool:
-    """Return whether a layer has a twin at the same place in the block before."""
+    """Return whether a layer is in one of several equal blocks.
+
+    Either it has a twin at the same place in the block before, or that is of the same class.
+    """
     modules = dict(model.named_modules())
     parts = layer.split(".")
     for i, part in enumerate(parts[:-1]):
-        if part.isdigit() and part != "0":
-            twin = ".".join([*parts[:i], str(int(part) - 1), *parts[i + 1 :]])
-            if type(modules.get(twin)) is type(modules[layer]):
-                return True
+        if not part.isdigit() or part == "0":
+            continue
+        block = ".".join(parts[: i + 1])
+        before = ".".join([*parts[:i], str(int(part) - 1)])
+        twin = ".".join([before, *parts[i + 1 :]])
+        kind = type(modules[block])
+        is_container = issubclass(kind, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if type(modules.get(twin)) is type(modules[layer]):
+            return True
+        if type(modules.get(before)) is kind and not is_container:
+            return True
     return False
 
 

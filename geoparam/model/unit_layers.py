@@ -350,7 +350,7 @@ def _divide(
         experts, rows = 1, experts * rows
 
     counts = given if isinstance(given, tuple | list) else (given,)
-    if not all(isinstance(count, int) for count in counts):
+    if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
         raise ValueError(f"split: {layer!r} needs a number of parts, or rows; got {given!r}.")
     if not isinstance(given, int):
         sizes = tuple(given)

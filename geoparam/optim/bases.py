@@ -40,7 +40,12 @@ class Recipe:
         options: Mapping,
         device: torch.device,
     ) -> None:
-        if isinstance(make, Optimizer) or not callable(make):
+        if isinstance(make, Optimizer):
+            raise ValueError(
+                f"{role} is an optimizer's class, as torch.optim.SGD; got one of its instances, "
+                f"a {type(make).__name__}: give the class, and the options here."
+            )
+        if not callable(make):
             raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
         call = functools.partial(make)  # of a partial, the same partial
         self.func = call.func

@@ -35,6 +35,7 @@ from geoparam.optim.units import Unit
 Angle = float | Tensor | None
 Entry = tuple[State, str, Any]
 
+NOISE = 1000  # times the type's precision: less across a row, over what goes along it, is rounding
 SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
 
@@ -453,7 +454,7 @@ class Block:
         if angle is None:
             turn = torch.atan2(across, self.lengths + along)  # between v and v + d
         else:
-            turn = self._share_angle(angle, across)
+            turn = self._share_angle(angle, along, across)
         if max_angle is not None:
             turn = turn.clamp(max=max_angle)
 
@@ -470,11 +471,14 @@ class Block:
         a, b = a.where(is_moved, 1), b.where(is_moved, 0)
         self.rows.combine(self.w, self.d, a, b)
 
-    def _share_angle(self, angle: float | Tensor, across: Tensor) -> Tensor:
+    def _share_angle(self, angle: float | Tensor, along: Tensor, across: Tensor) -> Tensor:
         """Return each unit's turn, in proportion to `across`.
 
-        A layer whose gradient is exactly 0 does not turn, whatever its momentum.
+        A layer whose gradient is exactly 0 does not turn, whatever its momentum. Nor does a unit
+        with nothing but rounding across it: it would turn to where the noise points.
         """
+        noise = NOISE * torch.finfo(across.dtype).eps * along.abs()
+        across = across.where(across > noise, 0)
         squares, moving = self.layers.sums(across.square(), self.size_g > 0)
         rms = (squares / self.layers.sizes).sqrt()
 

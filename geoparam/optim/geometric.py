@@ -25,7 +25,7 @@ from geoparam.optim.groups import divide_groups, list_params, mix_rest_options
 from geoparam.optim.inner import InnerOptimizer, Variable, counts_on_device, fit_state
 from geoparam.optim.sharding import check_sharding
 from geoparam.optim.summary import list_groups, list_weights
-from geoparam.optim.units import Unit, find_units, tell_of_packed, tell_of_stacks
+from geoparam.optim.units import MAYBE_EXPERTS, Unit, find_units, tell_of_packed, tell_of_stacks
 from geoparam.parameter_groups import undecayed_names
 
 LEAST_TURN = 0.1  # degrees: less is likely a rate
@@ -173,11 +173,13 @@ class GeometricOptimizer(Optimizer):
         self, params: Mapping[str, Any], split: Split | None, stacks: Stacks | None
     ) -> None:
         """Warn of layers that would not turn by the angle; arguments say that they are meant."""
+        trained = {name for name, p in params.items() if p.requires_grad}
         if split is None:
-            tell_of_packed(self._units)
+            tell_of_packed([unit for unit in self._units if unit.name in trained])
         if stacks is None:
-            tell_of_stacks(self._plain)
-        if not any(params[unit.name].requires_grad for unit in self._units):
+            maybe = [name for name, why in self._plain.items() if why == MAYBE_EXPERTS]
+            tell_of_stacks([name for name in maybe if name in trained])
+        if not any(unit.name in trained for unit in self._units):
             warn_user("turn is given, but all layers with units are frozen: nothing turns.")
 
     def _question_rates(self, turn: float, lr: float) -> None:

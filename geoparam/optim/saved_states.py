@@ -115,16 +115,17 @@ def check_size(unit: Unit, state: Group) -> None:
     if any(state.get(key) is None for key in ("r", "length", "fan_in")):
         raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
     rows, parts, fan_in = len(state["r"]), len(state["length"]), state["fan_in"]
-    if (rows, parts, fan_in) != (unit.rows, len(unit.parts), unit.fan_in):
+    is_same_size = (rows, fan_in) == (unit.rows, unit.fan_in)
+    if is_same_size and "parts" in state and state["parts"].tolist() != list(unit.parts):
+        raise ValueError(
+            f"the state of {unit.name!r} is divided into {state['parts'].tolist()} rows; this "
+            f"optimizer divides it into {list(unit.parts)}. Give the same split=."
+        )
+    if not is_same_size or parts != len(unit.parts):
         raise ValueError(
             f"the state of {unit.name!r} has {rows} units of fan-in {fan_in} in {parts} layers; "
             f"the model's has {unit.rows} of {unit.fan_in} in {len(unit.parts)}. Is the state "
             "another model's? Otherwise delete this weight's state to let it start anew."
-        )
-    if "parts" in state and state["parts"].tolist() != list(unit.parts):
-        raise ValueError(
-            f"the state of {unit.name!r} is divided into {state['parts'].tolist()} rows; this "
-            f"optimizer divides it into {list(unit.parts)}. Give the same split=."
         )
 
 

@@ -88,7 +88,10 @@ def make_slower(params: Any, lr: float) -> Optimizer:
         (torch.optim.Adafactor, "Adafactor .* not by its gradients alone"),
         (torch.optim.ASGD, "not by its gradients alone .*lambd, must be 0"),
         (torch.optim.LBFGS, "LBFGS cannot be the base: it calls its closure several times"),
-        (SGD(mlp().parameters()), "base is an optimizer's class"),
+        (
+            SGD(mlp().parameters()),
+            "base is an optimizer's class, .* instances, a SGD: give the class",
+        ),
         ("SGD", "base is an optimizer's class"),
         (functools.partial(SGD, lr=1.0), "not in a partial"),
     ],

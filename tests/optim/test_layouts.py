@@ -82,7 +82,7 @@ def test_a_packed_projection_trains_as_three_layers(base: str) -> None:
 
 def test_an_undivided_projection_does_not() -> None:
     model, other = packed(), apart()
-    one = train(model, build(model, **BASES["SGD, turn"]), 20)
+    one = train(model, build(model, split={}, **BASES["SGD, turn"]), 20)
     two = train(other, build(other, **BASES["SGD, turn"]), 20)
     assert abs(one[-1] - two[-1]) > 1e-3
 
@@ -361,10 +361,43 @@ def test_the_table_hints_at_a_projection_that_looks_packed() -> None:
 
 def test_a_projection_that_looks_packed_is_warned_of_where_units_turn() -> None:
     model = FunctionModel(attend, qkv=nn.Linear(6, 18), head=nn.Linear(5, 3))
-    with pytest.warns(UserWarning, match="qkv look like q, k and v .* split={'qkv': 3}; split={}"):
+    words = "q, k and v seem to be one matrix in qkv, .* split={'qkv': 3}; split={}"
+    with pytest.warns(UserWarning, match=words):
         build(model, turn=2.0)
     build(model, turn=2.0, split={})
     build(model, turn=2.0, split={"qkv": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("qkv_proj", 16, "q, k and v .* split={'qkv_proj': \\(rows of q, of k, of v\\)}"),  # Phi-3
+        ("c_attn", 10, "q, k and v .* split={'c_attn': \\(rows of q, of k, of v\\)}"),  # StarCoder
+        ("query_key_value", 18, "q, k and v .* split={'query_key_value': 3}"),  # Falcon, Bloom
+    ],
+)
+def test_packed_projections_of_any_size_are_warned_of(name: str, rows: int, words: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(6, rows), "head": nn.Linear(rows, 3)})
+    with pytest.warns(UserWarning, match=words):
+        optimizer = build(model, turn=2.0)
+    assert find_table(optimizer)[f"{name}.weight"].endswith("in one? Then give split=")
+
+
+@pytest.mark.filterwarnings("error")
+def test_frozen_layers_are_not_asked_about() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(6, 18), "experts": Experts(), "up": nn.Linear(6, 8)})
+    model["head"] = nn.Linear(8, 3)
+    model["qkv"].requires_grad_(False)
+    model["experts"].requires_grad_(False)
+    build(model, turn=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_convolutions_computed_weight_is_no_stack_of_experts(wrap: Callable) -> None:
+    layers = wrap(nn.Conv1d(4, 4, 3)), nn.Conv1d(4, 4, 3), nn.Conv1d(4, 2, 3)
+    table = find_table(build(nn.Sequential(*layers), turn=2.0))
+    assert not any(reason.endswith("Then give stacks=") for reason in table.values())
 
 
 def test_a_misspelt_part_is_told_the_layer_that_comes_near() -> None:
@@ -380,7 +413,8 @@ def test_a_stack_without_axes_stays_plain() -> None:
 
 def test_a_stack_without_axes_is_warned_of_when_units_turn() -> None:
     model = nn.Sequential(Experts(), nn.Linear(8, 8), nn.Linear(8, 3))
-    with pytest.warns(UserWarning, match="0.w1 have three dimensions .* stacks={'0.w1': 'eoi'}"):
+    words = "three dimensions do not turn: 0.w1. .* stacks={'0.w1': 'eoi'}"
+    with pytest.warns(UserWarning, match=words):
         build(model, turn=2.0)
     build(model, turn=2.0, stacks={})
 
@@ -426,6 +460,7 @@ def test_units_of_a_transposed_convolution_are_its_columns(coordinates: str) -> 
         ({"split": {"qkv": 5}}, "split: 'qkv' has 16 rows, which 5 does not divide"),
         ({"split": {"qkv": (6, 6)}}, "split: 'qkv' has 16 rows; the parts \\(6, 6\\) must add up"),
         ({"split": {"qvk": 2}}, "split: no layer's name ends in 'qvk', .* for example, "),
+        ({"split": {"qkv": True}}, "split: 'qkv' needs a number of parts, or rows; got True"),
         ({"split": 3}, "split maps the end of a name to a value; got 3"),
         (
             {"stacks": {"qkv.weight": "eoi"}},

@@ -273,7 +273,7 @@ def ungrouped_cnn() -> nn.Sequential:
         (mlp, mlp, {"filter_fn": lambda module, name: name == "0"}, "3.weight"),
         (mlp, wider_mlp, {}, "'0.weight' has 9 units of fan-in 6"),
         (cnn, ungrouped_cnn, {}, "'3.weight' has 8 units of fan-in 54"),
-        (mlp, mlp, {"split": {"3": (3, 4)}}, "'3.weight' .* in 2 layers"),
+        (mlp, mlp, {"split": {"3": (3, 4)}}, r"\[3, 4\] rows.* \[7\]. Give the same split="),
     ],
 )
 def test_the_state_of_another_setting_is_refused_and_changes_nothing(

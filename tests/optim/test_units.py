@@ -238,6 +238,22 @@ def test_a_guess_that_ends_a_block_is_warned_of() -> None:
     assert find_table(optimizer)["blocks.1.down.weight"].endswith("by order; it ends a block")
 
 
+class Residual(nn.Module):
+    """A block whose shortcut is a layer only where the width changes."""
+
+    def __init__(self, fan_in: int, out: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(fan_in, out), nn.Linear(out, out)
+        self.shortcut = nn.Linear(fan_in, out) if fan_in != out else nn.Identity()
+
+
+def test_a_guess_that_ends_a_block_is_warned_of_where_the_block_before_lacks_that_layer() -> None:
+    blocks = nn.ModuleList([Residual(6, 6), Residual(6, 8)])
+    model = nn.ModuleDict({"last": nn.Linear(8, 3), "blocks": blocks})
+    with pytest.warns(UserWarning, match="'blocks.1.shortcut' is taken for the output layer"):
+        build(model)
+
+
 def test_a_head_that_is_not_last_counts_by_its_name_and_is_warned_of() -> None:
     model = nn.ModuleDict({"head": mlp(), "stem": nn.Linear(6, 8), "body": nn.Linear(8, 6)})
     with pytest.warns(UserWarning, match="'head.6' is taken .* its name, and 'body' because"):

@@ -256,3 +256,19 @@ def test_loras_a_and_b_are_units() -> None:
     names = make_ours(lora(0), 1e-2).param_groups[0]["param_names"]
     adapters = [name.split("lora_")[1] for name in names if "lora_" in name]
     assert adapters == ["A.default.weight", "B.default.weight"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_zero_row_whose_gradients_stay_along_it_has_the_length_r(dtype: torch.dtype) -> None:
+    """With one constant input, momentum goes along the row, and across it is rounding noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
+    nn.init.zeros_(model[0].weight)
+    optimizer = build(model, turn=2.4, lr=1e-2, momentum=0.9)
+    x = torch.randn(1, 32, dtype=dtype)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (model(x) - 1).square().sum().backward()
+        optimizer.step()
+        r = optimizer.state[model[0].weight]["r"].abs()
+        torch.testing.assert_close(model[0].weight.norm(dim=1), r, rtol=1e-3, atol=0)
