@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.arguments import check_flag
 from geoparam.base_layer import GmPLayer
-from geoparam.model.run import arguments_of, call, refuse_non_model
+from geoparam.model.run import arguments_of, call, drop_labels, refuse_non_model
 from geoparam.norm import TrackedMean
 from geoparam.removed_norm import RemovedNorm
 
@@ -116,10 +116,7 @@ def _insist(restore: Callable[[], None]) -> None:
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
-    """Run the model on a batch; of a list, which DataLoader yields with labels, on its first."""
-    if isinstance(batch, list):
-        batch = batch[:1]
-    args, kwargs = arguments_of(model, batch)
+    args, kwargs = arguments_of(model, drop_labels(batch))
     call(model, args, kwargs)
 
 

@@ -42,6 +42,7 @@ from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.model.norms import has_running
+from geoparam.model.run import drop_labels
 from geoparam.model.trace import Filter, record_run
 from geoparam.model.unit_layers import find_channel
 from geoparam.norm import MOMENTUM
@@ -95,7 +96,8 @@ def convert_(
             is run on it before and after, and put back with an error if its outputs differ or it
             still computes with a replaced layer.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
-            from where `norm="imn"` replaces BatchNorm; by default `example_inputs`.
+            from where `norm="imn"` replaces BatchNorm; by default `example_inputs`. A batch is
+            what `recalibrate_` takes, so a DataLoader that adds labels will do.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
@@ -281,7 +283,7 @@ def _measure_input_means(
         )
     for batch in [calibration] if is_one else calibration:
         with means.gather(layers):
-            record_run(model, batch)  # evaluation, no gradients, nothing left behind
+            record_run(model, drop_labels(batch))  # evaluation, no gradients, nothing left behind
     return means
 
 

@@ -141,6 +141,11 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
     return tree_map(partial(_copy_leaf, {}), (args, more))
 
 
+def drop_labels(batch: Any) -> Any:
+    """Return the input of a batch as a DataLoader yields it, a list with labels behind it."""
+    return batch[:1] if isinstance(batch, list) else batch
+
+
 def refuse_non_batch(inputs: object) -> None:
     """Raise where inputs are an array, or many batches in one object."""
     if isinstance(inputs, np.ndarray):

@@ -75,6 +75,18 @@ def test_calibration_sets_the_running_means() -> None:
     assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
 
 
+def test_a_data_loader_with_labels_calibrates() -> None:
+    data = torch.utils.data.TensorDataset(X, torch.arange(len(X)))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model = TwoConvs()
+
+    by_loader = remove_batchnorm(copy.deepcopy(model), calibration=loader)
+    by_tensors = remove_batchnorm(model, calibration=[X[:2], X[2:]])
+
+    means = [each.second.input_norm.running_mean for each in (by_loader, by_tensors)]
+    assert_close(*means, rtol=0, atol=0)
+
+
 def test_after_calibration_the_next_batch_has_the_share_of_momentum() -> None:
     model = remove_batchnorm(TwoConvs(), calibration=[X, X])
 
