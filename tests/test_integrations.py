@@ -236,6 +236,18 @@ def test_tracking_goes_on_from_a_checkpoint(
     assert_same_history(resumed, track_by_hand(epochs=2, every=every), prefix)
 
 
+def test_without_a_file_trainers_tracker_has_the_records_since_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    track_by_trainer(tmp_path)
+    resumed = track_by_trainer(tmp_path, epochs=2)
+
+    expected = track_by_hand(epochs=2)
+    assert resumed.history.steps.tolist() == expected.history.steps.tolist()[STEPS:]
+    turns = (resumed.history["net.0"]["rotation_max"], expected.history["0"]["rotation_max"])
+    np.testing.assert_allclose(turns[0], turns[1][STEPS:], rtol=1e-5)
+
+
 CHECKPOINT = f"checkpoint-{STEPS}"
 
 

@@ -62,7 +62,8 @@ class TrackBoundaries(TrainerCallback):
             why = "was saved with other weights" if saved else "is not there"
             advice = "Give checkpoint=, the folder that is resumed."
             warnings.warn(f"boundaries are tracked anew: {path} {why}. {advice}", stacklevel=2)
-        options = {**self.options, "resume": True} if is_resumed else self.options
+        has_file = self.options.get("file") is not None
+        options = {"resume": is_resumed and has_file, **self.options}
         self.tracker = BoundaryTracker(model, **options)
         if is_resumed:
             self.tracker.load_state_dict(saved)
