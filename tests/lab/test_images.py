@@ -481,6 +481,10 @@ def test_the_page_has_the_figure_and_the_diverged_runs(page: str) -> None:
         ({"crop": 32}, "below the size 32; got 32"),
         ({"blur": 0.5}, "settings are epochs, .*; got blur"),
         ({"size": 64}, "64"),
+        ({"methods": ["sp"], "init": "sphere"}, "init is for geometric layers, .* Leave init out"),
+        ({"methods": ["bn", "gmp"], "imn": "input"}, "imn is for methods with IMN"),
+        ({"methods": ["bn", "gmp"], "mbn": "before"}, "mbn is for methods with MBN"),
+        ({"methods": ["sp:init=sphere"]}, "init=sphere .* of geometric layers; got 'sp'"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(
