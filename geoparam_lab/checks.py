@@ -117,4 +117,7 @@ def check_rates(lrs: Sequence[float]) -> list[float]:
     """Return learning rates in order, each once; raise ValueError where one cannot be."""
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
         raise ValueError(f"lrs must be learning rates above 0 and finite; got {list(lrs)}.")
-    return sorted({float(lr) for lr in lrs})
+    rates = sorted({float(lr) for lr in lrs})
+    if len({f"{rate:g}" for rate in rates}) < len(rates):  # which name files and rows
+        raise ValueError(f"lrs must differ in their first six digits; got {list(lrs)}.")
+    return rates

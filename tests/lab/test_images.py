@@ -477,6 +477,7 @@ def test_the_page_has_the_figure_and_the_diverged_runs(page: str) -> None:
         ({"batch_sizes": []}, "batch_sizes must not be empty"),
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
         ({"lrs": [float("nan")]}, "above 0 and finite"),
+        ({"lrs": [0.1, 0.10000001]}, "differ in their first six digits"),
         ({"widths": ()}, r"channels from 1 on, .*; got \[\]"),
         ({"crop": 32}, "below the size 32; got 32"),
         ({"blur": 0.5}, "settings are epochs, .*; got blur"),
