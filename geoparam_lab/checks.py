@@ -66,7 +66,7 @@ def check_effect(
 
     Args:
         runs: settings of all runs.
-        users: names of settings, for each which runs it is for, in words, and whether a run is one.
+        users: names of settings, and for each which runs it is for, in words and as a test.
     """
     defaults = find_defaults(type(runs[0]))
     for name, (kind, is_user) in users.items():

@@ -139,6 +139,8 @@ def _load_images(
     if not isinstance(data, (str, Path)):
         return data
     if experiment == "imagenet32":
+        if workers is not None:
+            raise ValueError(f"workers decode JPEG files, and npz files need none; got {workers}.")
         from geoparam_lab.data.packed_images import PackedImages
 
         return PackedImages.load(data, size)

@@ -482,6 +482,7 @@ def test_the_page_has_the_figure_and_the_diverged_runs(page: str) -> None:
         ({"crop": 32}, "below the size 32; got 32"),
         ({"blur": 0.5}, "settings are epochs, .*; got blur"),
         ({"size": 64}, "64"),
+        ({"workers": 2}, "workers decode JPEG files, and npz files need none; got 2"),
         ({"methods": ["sp"], "init": "sphere"}, "init is for geometric layers, .* Leave init out"),
         ({"methods": ["bn", "gmp"], "imn": "input"}, "imn is for methods with IMN"),
         ({"methods": ["bn", "gmp"], "mbn": "before"}, "mbn is for methods with MBN"),
