@@ -59,6 +59,22 @@ def check_fields(
                 raise ValueError(f"{name} must be {rule}; got {value}.")
 
 
+def check_effect(
+    runs: Sequence[object], users: Mapping[str, tuple[str, Callable[[Any], bool]]]
+) -> None:
+    """Raise ValueError where a setting was given that changes nothing in any run.
+
+    Args:
+        runs: settings of all runs.
+        users: names of settings, and for each which runs it is for, in words and as a test.
+    """
+    defaults = find_defaults(type(runs[0]))
+    for name, (kind, is_user) in users.items():
+        given = [run for run in runs if getattr(run, name) != defaults[name]]
+        if given and not any(map(is_user, given)):
+            raise ValueError(f"{name} is for {kind}, and there is no such run. Leave {name} out.")
+
+
 def find_defaults(settings: type) -> dict[str, Any]:
     """Return the fields of a dataclass that have a default, with it."""
     return {
@@ -101,4 +117,7 @@ def check_rates(lrs: Sequence[float]) -> list[float]:
     """Return learning rates in order, each once; raise ValueError where one cannot be."""
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
         raise ValueError(f"lrs must be learning rates above 0 and finite; got {list(lrs)}.")
-    return sorted({float(lr) for lr in lrs})
+    rates = sorted({float(lr) for lr in lrs})
+    if len({f"{rate:g}" for rate in rates}) < len(rates):  # which name files and rows
+        raise ValueError(f"lrs must differ in their first six digits; got {list(lrs)}.")
+    return rates

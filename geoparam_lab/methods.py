@@ -38,7 +38,7 @@ AdamW has it.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -189,6 +189,7 @@ METHODS: dict[str, Method] = {
     "intrinsic+imn": Method("Intrinsic+IMN", "intrinsic", "imn"),
     "intrinsic+mbn": Method("Intrinsic+MBN", "intrinsic", "mbn"),
 }
+DIRECTIONS = {"sphere", "released"}  # values of `init` that are of geometric layers
 OPTIONS = ("init", "imn", "mbn", "angle_lr", "order")
 TITLES = {name: method.title for name, method in METHODS.items()}
 
@@ -221,19 +222,19 @@ def get(name: str, **options: str) -> Method:
     method, values = read_options(name, dict.fromkeys(OPTIONS, str))
     check_options(method, values)
     options |= {option: ",".join(texts) for option, texts in values.items()}
-    is_of_directions = "angle_lr" in values or values.get("init") in (["sphere"], ["released"])
-    if is_of_directions and not METHODS[method].is_geometric:
-        raise ValueError(
-            f"angle_lr, init=sphere and init=released are of geometric layers; got {name!r}."
-        )
     return replace(METHODS[method], **options)  # type: ignore[arg-type]
 
 
-def check_options(method: str, options: Collection[str]) -> None:
-    """Raise where an option is of a norm that the method does not have."""
+def check_options(method: str, options: Mapping[str, Sequence[Any]]) -> None:
+    """Raise where an option is of a norm, or of layers, that the method does not have."""
     for norm in ("imn", "mbn"):
         if norm in options and norm not in method:
             raise ValueError(f"{norm} is an option of methods with {norm}; got {method!r}.")
+    is_of_directions = "angle_lr" in options or DIRECTIONS & set(options.get("init", ()))
+    if is_of_directions and not METHODS[method].is_geometric:
+        raise ValueError(
+            f"angle_lr, init=sphere and init=released are of geometric layers; got {method!r}."
+        )
 
 
 def check_methods(names: Sequence[str]) -> list[str]:

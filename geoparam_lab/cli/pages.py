@@ -38,7 +38,8 @@ def table(
             print(printable(text))
         else:
             with replacing(out) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
+                # The name of a folder may be no Unicode.
+                unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
         _name_left_out(problems)
 
 

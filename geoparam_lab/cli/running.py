@@ -55,7 +55,8 @@ def explain_end(out: Path | None = None) -> Iterator[None]:
 
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as after `geoparam table >&-`
+            sys.stdout.flush()
     except BrokenPipeError:  # as of `geoparam table | head`: the reader has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         raise SystemExit(1) from None

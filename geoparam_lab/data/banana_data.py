@@ -51,13 +51,15 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
     where these cannot be had and no folder is given.
     """
     check_names("source", SOURCES, source)
+    if source == "generated" and data is not None:
+        raise ValueError("generated points are read from no folder: leave data out, or source.")
     if source == "auto":
         try:
             return load(data, "KEEL")
         except FileNotFoundError:
             if data is not None:
                 raise
-            return load(data, "generated")
+            return load(source="generated")
     if source == "KEEL":
         table = table_files.load(KEEL, data)
         drawn = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]

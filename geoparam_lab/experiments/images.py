@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
-from geoparam_lab.checks import check_counts, check_names, check_rates
+from geoparam_lab.checks import check_counts, check_effect, check_names, check_rates
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.images import loop, preparation
-from geoparam_lab.training.images.settings import Settings, list_tasks
+from geoparam_lab.training.images.settings import USERS, Settings, list_tasks
 from geoparam_lab.training.processes import check_runs
 from geoparam_lab.training.run_checkpoints import WEIGHTS
 from geoparam_lab.training.sweeps import Sweep, Work, load_once
@@ -105,6 +105,8 @@ def run(
     source = _load_images(experiment, data, size, workers)
     config["data"] = source.fingerprint
     runs = [task.settings for task in tasks]
+    if not resume:  # a resumed run has the options of the first, and perhaps other methods
+        check_effect(runs, USERS)
     accelerator = check_runs(config["precision"], runs, jobs, storage)
     _check_runs(tasks, source, accelerator)
     kept = {loop.BOUNDARIES: ("boundaries", ".npy")}
@@ -137,6 +139,8 @@ def _load_images(
     if not isinstance(data, (str, Path)):
         return data
     if experiment == "imagenet32":
+        if workers is not None:
+            raise ValueError(f"workers decode JPEG files, and npz files need none; got {workers}.")
         from geoparam_lab.data.packed_images import PackedImages
 
         return PackedImages.load(data, size)

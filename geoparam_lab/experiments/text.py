@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from geoparam_lab.checks import check_counts
+from geoparam_lab.checks import check_counts, check_effect
 from geoparam_lab.data.texts import load_text
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
@@ -24,6 +24,7 @@ from geoparam_lab.training.text import loop, preparation
 from geoparam_lab.training.text.settings import (
     NUMBERS,
     SIZES,
+    USERS,
     TextSettings,
     check_used,
     list_tasks,
@@ -125,6 +126,8 @@ def run(
     text.check_length(config["context"])
     config["data"] = text.fingerprint
     runs = [task.settings for task in tasks]
+    if not resume:  # a resumed run has the options of the first, and perhaps other methods
+        check_effect(runs, USERS)
     accelerator = check_runs(preparation.find_precision(runs[0]), runs, jobs, storage)
     for run_settings in {settings.method: settings for settings in runs}.values():
         preparation.make_optimizer(run_settings, preparation.build(run_settings))  # may raise

@@ -42,7 +42,8 @@ def write(runs: Iterable[Run | str | Path], out: str | Path, command: str = "") 
     """Write the page of some runs to a file, whole or not at all, and return its path."""
     text = make_page(runs, command)
     with replacing(Path(out)) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        # The name of a folder may be no Unicode.
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(out)
 
 

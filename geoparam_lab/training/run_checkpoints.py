@@ -33,7 +33,13 @@ _WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def write(path: Path, state: State) -> None:
     """Write a state in place of the one there, whole or not at all."""
     with replacing(path) as unfinished:
-        torch.save(state, unfinished)
+        try:
+            torch.save(state, unfinished)
+        except RuntimeError as error:  # torch's message of a full disk is about positions
+            raise OSError(
+                f"{path} cannot be written ({error!s:.80}). Make room on its disk, and go on "
+                "with --resume."
+            ) from error
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())  # a power failure must not leave an empty file
         if path.name == CHECKPOINT and path.exists():

@@ -215,7 +215,7 @@ class Session:
                     for future in sorted(finished, key=lambda f: f.exception() is not None):
                         yield tasks[future], future.result()
             except BrokenProcessPool as error:
-                raise RuntimeError(
+                raise ChildProcessError(
                     "a working process ended without a word: killed, or out of memory; or a "
                     "script started it that does not guard its own calls by if __name__ == "
                     "'__main__'. Go on with resume, or try jobs=1."

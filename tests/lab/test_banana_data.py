@@ -119,3 +119,8 @@ def test_the_best_rule_is_right_for_nine_of_ten() -> None:
     is_right = classify_by_bayes_rule(x, noise=0.34) == y
 
     assert is_right.mean() == pytest.approx(0.9, abs=0.015)
+
+
+def test_generated_points_are_of_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="generated points are read from no folder"):
+        banana_data.load(tmp_path, "generated")

@@ -77,7 +77,7 @@ def run_in_child(kind: str, out: Path, call: Callable[[], None] | None = None) -
         sys.addaudithook(functools.partial(_watch, str(out), call))
     try:
         SWEEPS[kind](out)
-    except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
+    except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(DISK_FULL)
 

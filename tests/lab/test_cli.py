@@ -565,6 +565,30 @@ def test_a_pipe_that_is_closed_ends_the_command_quietly(finished: Path) -> None:
         assert process.stderr.read() == b""
 
 
+def test_a_closed_output_is_not_written_to(
+    finished: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as after `geoparam table RUN >&-`
+
+    assert geoparam("table", finished).status == 0
+
+
+@pytest.mark.parametrize("command", ["table", "report"])
+def test_a_folder_with_a_name_that_is_not_unicode_can_be_shown(
+    command: str, finished: Path, tmp_path: Path, geoparam: Geoparam
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        shutil.copytree(finished, folder)
+    except OSError:  # macOS has no such names
+        pytest.skip("file names are Unicode here")
+
+    ended = geoparam(command, folder, "--out", tmp_path / "out")
+
+    assert ended.status == 0, ended.err
+    assert r"caf\udce9" in (tmp_path / "out").read_text()
+
+
 # --- bench, help and version --------------------------------------------------------------------
 
 

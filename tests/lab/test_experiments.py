@@ -85,7 +85,7 @@ def test_every_experiment_is_in_the_docs(name: str) -> None:
         ("uci", {"folds": 5}, "folds are of protocol 'cv'"),
         ("uci", {"datasets": ["levy2"], "protocol": "cv", "folds": 4000}, "cannot be divided"),
         ("uci", {"datasets": ["levy2"], "protocol": "cv", "folds": 0}, "into 0 folds"),
-        ("uci", {"methods": ["bn:init=sphere"]}, "of geometric layers; got 'bn:init=sphere'"),
+        ("uci", {"methods": ["bn:init=sphere"]}, "of geometric layers; got 'bn'"),
         ("uci", {"seeds": 0}, "seeds must be >= 1; got 0"),
         ("uci", {"lrs": []}, "lrs must be learning rates above 0 and finite"),
         ("uci", {"lrs": [math.nan, 0.1]}, "finite"),

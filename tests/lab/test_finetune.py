@@ -425,6 +425,7 @@ def test_a_loss_far_above_guessing_ends_a_run(data: Path, weights: Path, tmp_pat
         ({"optimizer": "turn"}, "fold.geometric has r and u apart under sgd and adamw"),
         ({"momentum": 1.0}, "momentum must be from 0 to below 1"),
         ({"running_momentum": 0.0}, "running_momentum must be above 0"),
+        ({"methods": ["fold"], "running_momentum": 0.1}, "running_momentum is for the methods bn"),
         ({"schedule": "steps"}, "schedule is one of linear"),
         ({"images": 16}, "parts of the 16 training images; got 16 and 4"),
         ({"test_images": 9}, "test_images is at most 8"),

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -215,6 +216,16 @@ def test_two_damaged_checkpoints_are_named(
     cut(tmp_path / run_checkpoints.BEFORE)
 
     with pytest.raises(ValueError, match="damaged: .*-before.pt. Remove what is there"):
+        train(settings(), source(), tmp_path)
+
+
+def test_a_checkpoint_that_a_full_disk_cannot_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has an error of its own for a full disk, which speaks of positions."""
+    monkeypatch.setattr(torch, "save", Mock(side_effect=RuntimeError("unexpected pos 7 vs 3")))
+
+    with pytest.raises(OSError, match="checkpoint.pt cannot be written .*pos 7.* --resume"):
         train(settings(), source(), tmp_path)
 
 

@@ -477,10 +477,16 @@ def test_the_page_has_the_figure_and_the_diverged_runs(page: str) -> None:
         ({"batch_sizes": []}, "batch_sizes must not be empty"),
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
         ({"lrs": [float("nan")]}, "above 0 and finite"),
+        ({"lrs": [0.1, 0.10000001]}, "differ in their first six digits"),
         ({"widths": ()}, r"channels from 1 on, .*; got \[\]"),
         ({"crop": 32}, "below the size 32; got 32"),
         ({"blur": 0.5}, "settings are epochs, .*; got blur"),
         ({"size": 64}, "64"),
+        ({"workers": 2}, "workers decode JPEG files, and npz files need none; got 2"),
+        ({"methods": ["sp"], "init": "sphere"}, "init is for geometric layers, .* Leave init out"),
+        ({"methods": ["bn", "gmp"], "imn": "input"}, "imn is for methods with IMN"),
+        ({"methods": ["bn", "gmp"], "mbn": "before"}, "mbn is for methods with MBN"),
+        ({"methods": ["sp:init=sphere"]}, "init=sphere .* of geometric layers; got 'sp'"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(

@@ -235,7 +235,7 @@ def test_ctrl_c_keeps_finished_tasks(jobs: int, run: Run) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_process_that_vanishes_is_reported(run: Run) -> None:
-    with pytest.raises(RuntimeError, match="ended without a word.*jobs=1"):
+    with pytest.raises(ChildProcessError, match="ended without a word.*jobs=1"):
         session(run, vanish, jobs=2).spread(singles(2))
 
 

@@ -341,6 +341,10 @@ def test_jobs_give_the_same_records(whole: Run, data: Path, tmp_path: Path) -> N
         ({"methods": ["turn", "muon:lr=0.1"], "lrs": [0.1]}, "lrs are numbers of the methods"),
         ({"coordinates": "angles"}, "turn needs coordinates intrinsic"),
         ({"seeds": 0}, "seeds must be >= 1"),
+        ({"methods": ["muon"], "turns": None, "base": "sgd"}, "base is for the methods turn"),
+        ({"methods": ["muon"], "turns": None, "scale": "fixed"}, "scale is for the methods turn"),
+        ({"power": 2.0}, "power is for the schedule power, and there is no such run"),
+        ({"hold": 0.3}, "hold is for the schedule hold"),
     ],
 )
 def test_mistaken_options_are_named(

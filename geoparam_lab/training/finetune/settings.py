@@ -6,7 +6,7 @@ grid is extended by one rate, at most `EXTENSIONS` times. The best rate then get
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -111,6 +111,10 @@ class FinetuneSettings:
                 "the last layers: use a larger size, a larger batch, or leave bn out."
             )
 
+
+USERS: dict[str, tuple[str, Callable[[FinetuneSettings], bool]]] = {  # of single methods' settings
+    "running_momentum": ("the methods bn and imn", lambda run: run.method in ("bn", "imn")),
+}
 
 COMMON = find_defaults(FinetuneSettings)  # what all runs of a sweep share
 

@@ -12,7 +12,7 @@ settings of that method, of which the best may be chosen.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -221,6 +221,15 @@ OPTIONS: dict[str, Any] = {  # of a method, and what each value is
     "patience": int,
 }
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
+
+USERS: dict[str, tuple[str, Callable[[Settings], bool]]] = {  # of settings of single methods
+    "init": (
+        "geometric layers, or he for plain ones",
+        lambda run: run.init not in methods.DIRECTIONS or methods.get(run.method).is_geometric,
+    ),
+    "imn": ("methods with IMN", lambda run: "imn" in run.method),
+    "mbn": ("methods with MBN", lambda run: "mbn" in run.method),
+}
 
 COMMON = find_defaults(Settings)  # what all runs of a sweep share
 

@@ -8,7 +8,7 @@ own: "turn" has angles and no decay, Muon rates and a decay. A method may name i
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -169,6 +169,19 @@ class TextSettings:
     def head_count(self) -> int:
         """How many heads there are."""
         return self.heads or max(1, self.width // 64)
+
+
+def _is_ours(settings: TextSettings) -> bool:
+    return settings.method in ("turn", "geometric")
+
+
+USERS: dict[str, tuple[str, Callable[[TextSettings], bool]]] = {  # of settings of single methods
+    "base": ("the methods turn and geometric", _is_ours),
+    "coordinates": ("the methods turn and geometric", _is_ours),
+    "scale": ("the methods turn and geometric", _is_ours),
+    "power": ("the schedule power", lambda run: run.schedule == "power"),
+    "hold": ("the schedule hold", lambda run: run.schedule == "hold"),
+}
 
 
 def get_numbers(settings: TextSettings) -> dict[str, float]:
