@@ -14,16 +14,22 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from geoparam.arguments import check_callable
-from geoparam.base_layer import GmPLayer, InputNorm
+from geoparam.base_layer import InputNorm
+from geoparam.conversion.reasons import (
+    explain_kept_norm,
+    explain_limit,
+    explain_shared,
+    explain_unknown,
+    find_own_batch_norms,
+)
 from geoparam.conversion.sharing import ties_and_holders
-from geoparam.coordinates import STEEPEST, Init
+from geoparam.coordinates import Init
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.model.graph import Graph
-from geoparam.model.norms import CHANNEL_NORMS, BatchNorm, is_constant, is_frozen_batch_norm
+from geoparam.model.norms import BatchNorm, is_constant, is_frozen_batch_norm
 from geoparam.model.run import overrides, refuse_non_model, refuse_unready
 from geoparam.model.trace import Filter, output_layers, record_run
 from geoparam.model.unit_layers import Entry, find_affine
-from geoparam.norm import TrackedMean
 from geoparam.removed_norm import find_removed_norms
 from geoparam.running_statistics import find_batch_users
 from geoparam.storage import list_few
@@ -31,8 +37,6 @@ from geoparam.storage import list_few
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Weights = Literal["geometric", "plain"]
 Norm = Literal["imn", "fold"]
-
-CALLS_NORM = "a norm is called in a layer's forward: use nn.Sequential(layer, norm, activation)"
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ def decide(
         candidate = candidates.get(name)
         if candidate is not None:
             decisions.append(planner.decide(candidate))
-        elif reason := _explain_unknown(module):
+        elif reason := explain_unknown(module):
             decisions.append(Decision(name, type(module).__name__, False, (reason,)))
 
     kept_norms: list[str] = []
@@ -241,11 +245,11 @@ def decide(
         removed = {d.norm for d in decisions}
         kept_norms += [name for name in find_batch_users(model) if name not in removed]
         left = {d.name: d.notes[0] for d in decisions if not d.converted}
-        own = _find_own_batch_norms(model, graph)
+        own = find_own_batch_norms(model, graph)
         kept_norms += own
         planner.reasons.update(own)
         for name in kept_norms:
-            reason = _explain_kept(model.get_submodule(name), name, graph, left)
+            reason = explain_kept_norm(model.get_submodule(name), name, graph, left)
             planner.reasons.setdefault(name, reason)
     if not any(d.converted for d in decisions):
         raise ValueError(_explain_nothing(decisions, planner.reasons))
@@ -297,7 +301,7 @@ class _Planner:
         limit, zeros = "", 0
         if self.request.init is None and not weight.is_meta:
             r, offset = self._measure(weight, bias, decision)
-            limit = _explain_limit(weight.dtype, r, offset)
+            limit = explain_limit(weight.dtype, r, offset)
             zeros = int((r == 0).sum())
         if limit and decision.weights == "geometric":
             if decision.norm is None:
@@ -441,7 +445,7 @@ class _Planner:
         elif norm in self.ties:
             reason = f"it shares memory with {', '.join(self.ties[norm])}"
         elif not is_exclusive:
-            reason = _explain_shared(graph, name)
+            reason = explain_shared(graph, name)
         elif any(call.layer in graph.dropped for call in graph.calls(name)):
             reason = "dropout, or what else acts in training alone, comes before it"
         elif candidate.module in self.removed:
@@ -490,79 +494,6 @@ class _Planner:
         return "no BatchNorm follows it directly"
 
 
-def _explain_limit(dtype: torch.dtype, r: Tensor, bias: Tensor | None) -> str:
-    """Return a reason to leave a layer where r or r lam cannot hold it, "" where they can."""
-    longest = r.max().item()
-    if longest > torch.finfo(dtype).max:
-        return f"a row of length {longest:.0f}, beyond the largest {dtype}"
-    steep = 0 if bias is None else int((bias.abs() > STEEPEST * r).sum())
-    return f"{steep} rows with |bias| > {STEEPEST} |weight|" if steep else ""
-
-
-def _explain_unknown(module: nn.Module) -> str:
-    """Return why a module with matrices of its own is left, "" where it is not worth a line.
-
-    Norms and embeddings are not listed.
-    """
-    if isinstance(module, GmPLayer):
-        return "already converted"
-    is_norm = "norm" in type(module).__name__.lower()
-    if is_norm or isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return ""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return "there is no such GmP layer; GeometricOptimizer turns its units"
-    if isinstance(module, InputMeanLayer):
-        return "it has its input's mean already"
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        if _calls_norm(module):
-            return CALLS_NORM
-        return "it computes something else than its base class"
-
-    shapes = [p.shape for p in module.parameters(recurse=False)]
-    is_leaf = next(module.children(), None) is None
-    has_matrix = is_leaf and any(len(shape) > 1 for shape in shapes)
-    is_stacked = any(len(shape) > 2 and min(shape) > 1 for shape in shapes)  # as fused experts are
-    return "no GmP form of this type" if has_matrix or is_stacked else ""
-
-
-def _explain_kept(norm: nn.Module, name: str, graph: Graph, left: Mapping[str, str]) -> str:
-    """Return why what uses the batch in training stays, from what comes before it in the run.
-
-    `left` are the layers that stay, and why.
-    """
-    if isinstance(norm, TrackedMean):
-        return "it subtracts a mean and divides by nothing"
-    node = graph.find(name)
-    if node is None:
-        parent = name.rpartition(".")[0]
-        return left.get(parent, "it does not run on example_inputs")
-
-    before = graph.nodes[node.inputs[0]]
-    if before.kind != "layer" or before.name is None:
-        return f"{before.op} comes before it, not a layer"
-    if before.name in left:
-        return f"{before.name} before it is left ({left[before.name]})"
-    return f"it is not all that follows {before.name}"
-
-
-def _find_own_batch_norms(model: nn.Module, graph: Graph) -> dict[str, str]:
-    """Return why modules that are none of torch's norms may use the batch, by their names."""
-    reasons = {}
-    for name, module in model.named_modules():
-        if isinstance(module, CHANNEL_NORMS) or is_constant(module):
-            continue
-        if name in graph.batch_norms:
-            reasons[name] = "it calls batch_norm itself, and may use the batch"
-        elif module._buffers.get("running_var") is not None:
-            reasons[name] = "it has a running variance, and may use the batch"
-    return reasons
-
-
-def _calls_norm(layer: nn.Module) -> bool:
-    """Return whether a norm is among a layer's children, as in detectron2's Conv2d."""
-    return any("norm" in type(child).__name__.lower() for child in layer.children())
-
-
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
     """Raise where a wrapper has noted the model's parameters: new ones would not be reduced."""
     for name, parameter in model.named_parameters():
@@ -591,18 +522,6 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     if kind.__module__.startswith("timm.") and "BatchNormAct" in kind.__name__:
         return True
     return not overrides(norm, BatchNorm)
-
-
-def _explain_shared(graph: Graph, layer: str) -> str:
-    """Return why the norm after a layer is not fed by the layer's bare output alone."""
-    call = graph.calls(layer)[0]
-    output = graph.nodes[call.layer]
-    inputs = () if call.norm is None else graph.nodes[call.norm].inputs
-    if len(inputs) == 1 and inputs[0] != call.layer:
-        return f"{graph.nodes[inputs[0]].op} comes before it"
-    if len(output.shape) + (output.channel or 0) != 1:
-        return "its channels are another dimension than the layer's"
-    return "it, or what it reads, is used elsewhere too"
 
 
 def learns_offset(bias: Tensor | None, norm: nn.Module | None) -> bool:
