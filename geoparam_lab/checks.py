@@ -59,14 +59,16 @@ def check_fields(
                 raise ValueError(f"{name} must be {rule}; got {value}.")
 
 
-def check_effect(
-    runs: Sequence[object], users: Mapping[str, tuple[str, Callable[[Any], bool]]]
-) -> None:
+# Names of settings, and for each which runs use it, in words and as a test.
+Users = Mapping[str, tuple[str, Callable[[Any], bool]]]
+
+
+def check_effect(runs: Sequence[object], users: Users) -> None:
     """Raise ValueError where a setting was given that changes nothing in any run.
 
     Args:
         runs: settings of all runs.
-        users: names of settings, and for each which runs it is for, in words and as a test.
+        users: settings that only some runs use.
     """
     defaults = find_defaults(type(runs[0]))
     for name, (kind, is_user) in users.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from geoparam_lab.checks import check_counts, check_effect, check_names, check_rates
+from geoparam_lab.checks import check_counts, check_names, check_rates
 from geoparam_lab.data.packed_images import PackedImages
 from geoparam_lab.experiments.choice import choose_best
 from geoparam_lab.experiments.experiment import TOP1, Config, Experiment, Layout, Measure
@@ -72,11 +72,10 @@ def run(
         "lrs": check_rates(lrs),
         "seeds": seeds,
     }
-    sweep = Sweep("finetune", FinetuneSettings, _AXES, list_tasks, _draw)
+    sweep = Sweep("finetune", FinetuneSettings, _AXES, list_tasks, _draw, USERS)
     config = sweep.make_config(axes, settings)
     tasks = list_tasks(config)  # raises where settings are wrong
-    if not resume:  # a resumed run has the options of the first, and perhaps other methods
-        check_effect([task.settings for task in tasks], USERS)
+    sweep.check_effect([task.settings for task in tasks], out)
     _check_processes(config["precision"], jobs)
     source, state = _load(data, weights)
     _check_runs(tasks, source, state)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
-from geoparam_lab.checks import check_counts, check_effect, check_names, check_rates
+from geoparam_lab.checks import check_counts, check_names, check_rates
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
@@ -98,15 +98,14 @@ def run(
         "lrs": None if lrs is None else check_rates(lrs),
         "seeds": seeds,
     }
-    sweep = Sweep(experiment, Settings, _AXES, list_tasks, _draw, unit="epoch")
+    sweep = Sweep(experiment, Settings, _AXES, list_tasks, _draw, USERS, unit="epoch")
     config = sweep.make_config(axes, settings)
     tasks = list_tasks(config)  # raises where settings are wrong
 
     source = _load_images(experiment, data, size, workers)
     config["data"] = source.fingerprint
     runs = [task.settings for task in tasks]
-    if not resume:  # a resumed run has the options of the first, and perhaps other methods
-        check_effect(runs, USERS)
+    sweep.check_effect(runs, out)
     accelerator = check_runs(config["precision"], runs, jobs, storage)
     _check_runs(tasks, source, accelerator)
     kept = {loop.BOUNDARIES: ("boundaries", ".npy")}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from geoparam_lab.checks import check_counts, check_effect
+from geoparam_lab.checks import check_counts
 from geoparam_lab.data.texts import load_text
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
@@ -117,7 +117,7 @@ def run(
     for name, values in axes.items():
         axes[name] = None if values is None else list(dict.fromkeys(values))
     axes |= {"seeds": seeds, "one_factor": one_factor}
-    sweep = Sweep("text", TextSettings, _AXES, list_tasks, _draw)
+    sweep = Sweep("text", TextSettings, _AXES, list_tasks, _draw, USERS)
     config = sweep.make_config(axes, settings)
     check_used(config)
     tasks = list_tasks(config)  # raises where settings are wrong
@@ -126,8 +126,7 @@ def run(
     text.check_length(config["context"])
     config["data"] = text.fingerprint
     runs = [task.settings for task in tasks]
-    if not resume:  # a resumed run has the options of the first, and perhaps other methods
-        check_effect(runs, USERS)
+    sweep.check_effect(runs, out)
     accelerator = check_runs(preparation.find_precision(runs[0]), runs, jobs, storage)
     for run_settings in {settings.method: settings for settings in runs}.values():
         preparation.make_optimizer(run_settings, preparation.build(run_settings))  # may raise

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geoparam_lab.checks import check_counts, find_defaults
+from geoparam_lab.checks import Users, check_counts, check_effect, find_defaults
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.network_training import Outcome
@@ -40,6 +40,7 @@ class Sweep:
         axes: entries of the configuration that say how much is done, not how.
         list_tasks: returns the runs, given the configuration and the records of those done.
         draw: draws the figures of a folder.
+        users: settings that only some runs use, as `check_effect` takes them.
         unit: what a run's progress is counted in.
     """
 
@@ -48,6 +49,7 @@ class Sweep:
     axes: Sequence[str]
     list_tasks: Callable[[Record, Sequence[Record]], list[Task]]
     draw: Callable[[Run], None]
+    users: Users
     unit: str = "step"
 
     def make_config(self, axes: Record, settings: Record) -> Record:
@@ -65,6 +67,14 @@ class Sweep:
             name: list(value) if isinstance(value, (tuple, list)) else value
             for name, value in config.items()
         }
+
+    def check_effect(self, runs: Sequence[object], out: str | Path) -> None:
+        """Raise ValueError where a setting changes nothing in any run of a new folder.
+
+        A sweep that goes on has the settings of its first call, and perhaps other methods.
+        """
+        if not (Path(out) / "config.json").exists():
+            check_effect(runs, self.users)
 
     def conduct(
         self,

@@ -485,6 +485,7 @@ def test_the_page_has_the_figure_and_the_diverged_runs(page: str) -> None:
         ({"workers": 2}, "workers decode JPEG files, and npz files need none; got 2"),
         ({"methods": ["sp"], "init": "sphere"}, "init is for geometric layers, .* Leave init out"),
         ({"methods": ["bn", "gmp"], "imn": "input"}, "imn is for methods with IMN"),
+        ({"methods": ["gmp"], "imn": "input", "resume": True}, "imn is for methods with IMN"),
         ({"methods": ["bn", "gmp"], "mbn": "before"}, "mbn is for methods with MBN"),
         ({"methods": ["sp:init=sphere"]}, "init=sphere .* of geometric layers; got 'sp'"),
     ],

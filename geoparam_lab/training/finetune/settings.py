@@ -6,11 +6,11 @@ grid is extended by one rate, at most `EXTENSIONS` times. The best rate then get
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from geoparam_lab.checks import check_fields, check_names, find_defaults
+from geoparam_lab.checks import Users, check_fields, check_names, find_defaults
 from geoparam_lab.run_folder import Record, select_records
 from geoparam_lab.training.processes import PRECISIONS
 from geoparam_lab.training.schedules import SCHEDULES
@@ -112,7 +112,7 @@ class FinetuneSettings:
             )
 
 
-USERS: dict[str, tuple[str, Callable[[FinetuneSettings], bool]]] = {  # of single methods' settings
+USERS: Users = {  # of single methods' settings
     "running_momentum": ("the methods bn and imn", lambda run: run.method in ("bn", "imn")),
 }
 

@@ -12,12 +12,12 @@ settings of that method, of which the best may be chosen.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from geoparam_lab import methods
-from geoparam_lab.checks import check_fields, find_defaults, read_options
+from geoparam_lab.checks import Users, check_fields, find_defaults, read_options
 from geoparam_lab.networks import CONSTANTS
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.plateau import PLATEAUS
@@ -222,7 +222,7 @@ OPTIONS: dict[str, Any] = {  # of a method, and what each value is
 }
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
-USERS: dict[str, tuple[str, Callable[[Settings], bool]]] = {  # of settings of single methods
+USERS: Users = {  # of settings of single methods
     "init": (
         "geometric layers, or he for plain ones",
         lambda run: run.init not in methods.DIRECTIONS or methods.get(run.method).is_geometric,

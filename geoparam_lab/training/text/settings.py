@@ -8,12 +8,12 @@ own: "turn" has angles and no decay, Muon rates and a decay. A method may name i
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from geoparam_lab import gpt
-from geoparam_lab.checks import check_fields, check_names, read_options
+from geoparam_lab.checks import Users, check_fields, check_names, read_options
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.processes import PRECISIONS
 from geoparam_lab.training.schedules import SCHEDULES
@@ -175,7 +175,7 @@ def _is_ours(settings: TextSettings) -> bool:
     return settings.method in ("turn", "geometric")
 
 
-USERS: dict[str, tuple[str, Callable[[TextSettings], bool]]] = {  # of settings of single methods
+USERS: Users = {  # of settings of single methods
     "base": ("the methods turn and geometric", _is_ours),
     "coordinates": ("the methods turn and geometric", _is_ours),
     "scale": ("the methods turn and geometric", _is_ours),
